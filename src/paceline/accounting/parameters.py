@@ -1,0 +1,70 @@
+"""How many parameters a shape has, by what they are for.
+
+Invariant, held by tests: for every shape that `TransformerLM` builds, `total` equals the
+number of elements of its parameters, tied ones counted once.
+"""
+
+import dataclasses
+
+from paceline.core.specs import ModelShape
+
+_FEED_FORWARD_MATRICES = {"swiglu": 3, "gelu": 2, "linear": 2}
+_VECTORS_PER_NORM = {"rmsnorm": 1, "layernorm": 2, "none": 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of a whole model, by role."""
+
+    embedding: int
+    positions: int
+    attention: int
+    """Weights of the query, key, value and output projections, all layers."""
+    feed_forward: int
+    """Weights of the feed-forward matrices, all layers."""
+    biases: int
+    norms: int
+    head: int
+    """Weights that only the output layer has; 0 when it is tied to the embedding."""
+    matmul: int
+    """Weights that every token is multiplied with: blocks and output layer, tied or not."""
+
+    @property
+    def total(self) -> int:
+        """All parameters, tied ones once."""
+        return (
+            self.embedding
+            + self.positions
+            + self.attention
+            + self.feed_forward
+            + self.biases
+            + self.norms
+            + self.head
+        )
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Counts the parameters of a shape exactly."""
+    embedding = shape.vocab_size * shape.d_model
+    positions = shape.max_context_length * shape.d_model if shape.positions == "learned" else 0
+    attention_per_layer = shape.d_model * (2 * shape.attention_width + 2 * shape.key_value_width)
+    feed_forward_per_layer = _FEED_FORWARD_MATRICES[shape.feed_forward] * shape.d_model * shape.d_ff
+    num_norms = shape.num_layers * (2 if shape.num_heads else 1) + 1
+    attention = shape.num_layers * attention_per_layer
+    feed_forward = shape.num_layers * feed_forward_per_layer
+    return ParameterCount(
+        embedding=embedding,
+        positions=positions,
+        attention=attention,
+        feed_forward=feed_forward,
+        biases=shape.num_layers * _biases_per_layer(shape) if shape.biases else 0,
+        norms=num_norms * _VECTORS_PER_NORM[shape.norm] * shape.d_model,
+        head=0 if shape.tied_embeddings else embedding,
+        matmul=attention + feed_forward + embedding,
+    )
+
+
+def _biases_per_layer(shape: ModelShape) -> int:
+    attention = shape.attention_width + 2 * shape.key_value_width + shape.d_model
+    feed_forward = (_FEED_FORWARD_MATRICES[shape.feed_forward] - 1) * shape.d_ff + shape.d_model
+    return (attention if shape.num_heads else 0) + feed_forward

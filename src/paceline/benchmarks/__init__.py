@@ -1,0 +1,1 @@
+"""Measurements: cases in, records out. Stays empty, so that config loads without torch."""

@@ -1,0 +1,217 @@
+"""What to measure: sweeps as the command line gives them, and the cases they expand to.
+
+Torch-free, because the command line needs these types to parse its flags.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from paceline.core.errors import ShapeError, UsageError
+from paceline.core.presets import model_preset
+from paceline.core.specs import BatchShape, ModelShape
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+Phase = Literal["forward", "forward-backward", "train"]
+PrecisionName = Literal["float32", "bfloat16", "float16"]
+Compilation = Literal["none", "blocks", "model"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunLimits:
+    """What one case may use."""
+
+    memory_limit_gib: float | None = None
+    """Memory that one case may take, in GiB; by default most of what is free."""
+    time_limit_s: float = 300.0
+    """Seconds of measuring per case; what was sampled by then is the result."""
+
+    def __post_init__(self) -> None:
+        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
+            raise UsageError("--memory-limit-gib must be positive")
+        if not self.time_limit_s > 0:
+            raise UsageError("--time-limit-s must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeOverrides:
+    """Dimensions that replace those of a preset, for a shape that has no name."""
+
+    vocab_size: int | None = None
+    """Vocabulary size."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    d_ff: int | None = None
+    """Width of the feed-forward layer."""
+    num_layers: int | None = None
+    """Number of blocks."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads."""
+    tied_embeddings: bool = False
+    """Let the output layer reuse the embedding."""
+
+    def apply(self, name: str) -> tuple[str, ModelShape]:
+        """Returns the preset as it is, or under the name custom with what was replaced."""
+        replaced = {
+            field: value
+            for field, value in dataclasses.asdict(self).items()
+            if value is not None and value is not False
+        }
+        shape = model_preset(name)
+        if not replaced:
+            return name, shape
+        return "custom", dataclasses.replace(shape, **replaced)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """One training step to measure."""
+
+    model: str
+    shape: ModelShape
+    batch: BatchShape
+    phase: Phase
+    precision: PrecisionName
+    compilation: Compilation
+    activation_checkpointing: Literal["none", "full"]
+    attention: Literal["sdpa", "naive"]
+    device: DeviceName
+    warmup: int
+    steps: int
+    time_limit_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSweep:
+    """Time the forward pass, backward pass and optimizer of a language model."""
+
+    model: tuple[str, ...] = ("small",)
+    """Presets to measure."""
+    context: tuple[int, ...] = (128,)
+    """Context lengths, in tokens."""
+    batch: int = 4
+    """Sequences per step."""
+    phase: tuple[Phase, ...] = ("train",)
+    """How much of a step to run: train includes AdamW."""
+    precision: tuple[PrecisionName, ...] = ("float32",)
+    """Number formats; the sixteen-bit ones are autocast."""
+    compile: bool = False
+    """Compile the whole model with torch.compile."""
+    compile_blocks: bool = False
+    """Compile each block on its own."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward."""
+    attention: Literal["sdpa", "naive"] = "sdpa"
+    """Torch's fused attention, or one that stores all scores."""
+    warmup: tuple[int, ...] = (5,)
+    """Steps to run before measuring."""
+    steps: int = 10
+    """Steps to measure."""
+    device: DeviceName = "auto"
+    """Where to run."""
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+    limits: RunLimits = dataclasses.field(default_factory=RunLimits)
+
+    def __post_init__(self) -> None:
+        _require_counts(warmup=self.warmup, steps=self.steps)
+        if self.compile and self.compile_blocks:
+            raise UsageError("--compile and --compile-blocks exclude each other")
+
+    def cases(self) -> Iterator[StepCase]:
+        """Yields every combination, models in the outer loop."""
+        compilation: Compilation = "model" if self.compile else "none"
+        if self.compile_blocks:
+            compilation = "blocks"
+        for name, context, phase, precision, warmup in itertools.product(
+            self.model, self.context, self.phase, self.precision, self.warmup
+        ):
+            label, shape = self.shape.apply(name)
+            if context > shape.max_context_length:
+                raise ShapeError(
+                    f"--context {context} is longer than the {shape.max_context_length} tokens "
+                    f"that model {name!r} accepts"
+                )
+            yield StepCase(
+                model=label,
+                shape=shape,
+                batch=BatchShape(num_sequences=self.batch, context_length=context),
+                phase=phase,
+                precision=precision,
+                compilation=compilation,
+                activation_checkpointing=self.activation_checkpointing,
+                attention=self.attention,
+                device=self.device,
+                warmup=warmup,
+                steps=self.steps,
+                time_limit_s=self.limits.time_limit_s,
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """One attention operation to measure, without heads."""
+
+    batch: BatchShape
+    head_dim: int
+    dtype: PrecisionName
+    causal: bool
+    compiled: bool
+    device: DeviceName
+    warmup: int
+    steps: int
+    time_limit_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSweep:
+    """Time attention that stores its scores, forward and backward."""
+
+    head_dim: tuple[int, ...] = (16, 32, 64, 128)
+    """Widths of the one head."""
+    context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Sequence lengths."""
+    batch: int = 8
+    """Sequences."""
+    dtype: tuple[PrecisionName, ...] = ("float32",)
+    """Formats of queries, keys and values."""
+    causal: bool = False
+    """Mask later positions."""
+    compile: bool = False
+    """Compile the operation with torch.compile."""
+    warmup: int = 5
+    """Forward and backward passes to run before measuring."""
+    steps: int = 100
+    """Forward and backward passes to measure."""
+    device: DeviceName = "auto"
+    """Where to run."""
+    limits: RunLimits = dataclasses.field(default_factory=lambda: RunLimits(time_limit_s=30.0))
+
+    def __post_init__(self) -> None:
+        _require_counts(warmup=(self.warmup,), steps=self.steps)
+        if min(self.head_dim, default=1) < 1:
+            raise UsageError("--head-dim must be at least 1")
+
+    def cases(self) -> Iterator[AttentionCase]:
+        """Yields every combination, formats in the outer loop, lengths in the inner."""
+        for dtype, head_dim, context in itertools.product(self.dtype, self.head_dim, self.context):
+            yield AttentionCase(
+                batch=BatchShape(num_sequences=self.batch, context_length=context),
+                head_dim=head_dim,
+                dtype=dtype,
+                causal=self.causal,
+                compiled=self.compile,
+                device=self.device,
+                warmup=self.warmup,
+                steps=self.steps,
+                time_limit_s=self.limits.time_limit_s,
+            )
+
+
+def _require_counts(*, warmup: tuple[int, ...], steps: int) -> None:
+    if min(warmup, default=0) < 0:
+        raise UsageError("--warmup must not be negative")
+    if steps < 1:
+        raise UsageError("--steps must be at least 1")

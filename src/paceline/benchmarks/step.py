@@ -1,0 +1,205 @@
+"""One training step, timed phase by phase.
+
+Phases: forward runs model and loss without recording gradients; forward-backward records
+them and runs backward; train also runs AdamW and clears the gradients. Every phase ends
+only when the device is idle, so the laps add up to the step.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.accounting.flops import AttentionConvention, flops_per_token
+from paceline.benchmarks.config import StepCase
+from paceline.benchmarks.devices import Place, describe_place, peak_flops, resolve_device
+from paceline.benchmarks.measure import Progress, Stopwatch, sample
+from paceline.benchmarks.memory import (
+    reset_resident_peak,
+    resident_peak_bytes,
+    step_peaks,
+    storage_bytes,
+)
+from paceline.core.specs import precision_preset
+from paceline.models import TransformerLM, next_token_loss
+from paceline.records.schema import CaseValue, Metric
+
+_CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TrainingStep:
+    """A model, its batch and its optimizer, ready to step."""
+
+    def __init__(self, case: StepCase, device: torch.device) -> None:
+        self.device = device
+        self.phase = case.phase
+        self._autocast_dtype = _TORCH_DTYPES.get(case.precision)
+        # Seeded, so that two runs of a case measure the same numbers as well as the same shape.
+        torch.manual_seed(0)
+        with device:
+            self.model = TransformerLM(
+                case.shape,
+                attention=case.attention,
+                activation_checkpointing=case.activation_checkpointing,
+            )
+        size = (case.batch.num_sequences, case.batch.context_length + 1)
+        tokens = torch.randint(case.shape.vocab_size, size, device=device)
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        # float16 has too little range for small gradients: they are scaled up on the way.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
+        if case.compilation == "blocks":
+            self.model.compile_blocks()
+        elif case.compilation == "model":
+            self.model.compile()
+
+    def forward(self) -> Tensor:
+        """Returns the loss; gradients are recorded only where a backward pass follows."""
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(torch.set_grad_enabled(self.phase != "forward"))
+            if self._autocast_dtype is not None:
+                contexts.enter_context(torch.autocast(self.device.type, self._autocast_dtype))
+            return next_token_loss(self.model(self.inputs), self.targets)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulates gradients."""
+        torch.autograd.backward(self.scaler.scale(loss))
+
+    def optimizer_step(self) -> None:
+        """Updates the parameters and drops the gradients."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self) -> dict[str, float]:
+        """Runs one step and returns the seconds of its phases and of the whole."""
+        if self.phase == "forward-backward":
+            self.optimizer.zero_grad(set_to_none=True)
+        watch = Stopwatch(self.device)
+        loss = self.forward()
+        laps = {"forward_time_s": watch.lap()}
+        if self.phase != "forward":
+            self.backward(loss)
+            laps["backward_time_s"] = watch.lap()
+        if self.phase == "train":
+            self.optimizer_step()
+            laps["optimizer_time_s"] = watch.lap()
+        laps["step_time_s"] = sum(laps.values())
+        return laps
+
+    def memory(self) -> dict[str, int]:
+        """Runs one more step and returns its peaks; call it after at least one step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        reset_resident_peak()
+        resident: dict[str, int] = {}
+
+        def noting_resident_peak(name: str, run: Callable[[], None]) -> Callable[[], None]:
+            def phase() -> None:
+                run()
+                resident[name] = resident_peak_bytes()
+
+            return phase
+
+        phases = {"before_optimizer": self._forward_and_backward}
+        if self.phase == "train":
+            phases["after_optimizer"] = self.optimizer_step
+        peaks = step_peaks(
+            self.device,
+            resident_tensors=self._resident_tensors(),
+            phases={name: noting_resident_peak(name, run) for name, run in phases.items()},
+        )
+        return {f"peak_{name}_bytes": value for name, value in peaks.items()} | {
+            f"resident_peak_{name}_bytes": value for name, value in resident.items()
+        }
+
+    def _forward_and_backward(self) -> None:
+        loss = self.forward()
+        if self.phase != "forward":
+            self.backward(loss)
+
+    def _resident_tensors(self) -> list[Tensor]:
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *states,
+            self.inputs,
+            self.targets,
+        ]
+
+
+def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
+    """Measures one case in this process and returns its metrics."""
+    device = resolve_device(case.device)
+    step = TrainingStep(case, device)
+    metrics = {
+        "memory_after_init_bytes": Metric(
+            value=storage_bytes([*step.model.parameters(), *step.model.buffers()])
+        ),
+        "resident_peak_after_init_bytes": Metric(value=resident_peak_bytes()),
+    }
+    samples = sample(
+        step.run,
+        warmup=case.warmup,
+        steps=case.steps,
+        time_limit_s=case.time_limit_s,
+        on_progress=on_progress,
+    )
+    metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
+    metrics |= _rates(case, describe_place(device), metrics["step_time_s"].value)
+    metrics |= {name: Metric(value=value) for name, value in step.memory().items()}
+    return metrics
+
+
+def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
+    """Returns the case of the record."""
+    shape = case.shape
+    return {
+        "model": case.model,
+        "vocab_size": shape.vocab_size,
+        "d_model": shape.d_model,
+        "d_ff": shape.d_ff,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "tied_embeddings": shape.tied_embeddings,
+        "batch": case.batch.num_sequences,
+        "context": case.batch.context_length,
+        "phase": case.phase,
+        "precision": case.precision,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "compile": case.compilation,
+        "activation_checkpointing": case.activation_checkpointing,
+        "attention": case.attention,
+        **place.as_case(),
+        "warmup": case.warmup,
+        "steps": case.steps,
+    }
+
+
+def _rates(case: StepCase, place: Place, step_time_s: float) -> dict[str, Metric]:
+    tokens_per_s = case.batch.tokens_per_pass / step_time_s
+    peak = peak_flops(place, precision_preset(case.precision))
+    rates = {"tokens_per_s": tokens_per_s}
+    for convention, suffix in _CONVENTION_SUFFIXES.items():
+        flops = flops_per_token(
+            case.shape,
+            case.batch.context_length,
+            convention=convention,
+            activation_checkpointing=case.activation_checkpointing,
+        )
+        model = flops.forward if case.phase == "forward" else flops.model
+        executed = flops.forward if case.phase == "forward" else flops.hardware
+        rates[f"model_flops_per_s{suffix}"] = tokens_per_s * model
+        if peak is not None:
+            rates[f"model_flops_utilization{suffix}"] = tokens_per_s * model / peak
+            rates[f"hardware_flops_utilization{suffix}"] = tokens_per_s * executed / peak
+    return {name: Metric(value=value) for name, value in rates.items()}

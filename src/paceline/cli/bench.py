@@ -1,0 +1,96 @@
+"""``paceline bench``: measure, append to the store, print."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.benchmarks.config import AttentionSweep, StepSweep
+from paceline.cli.output import (
+    OutputOptions,
+    case_progress,
+    print_record,
+    stderr_console,
+    stdout_console,
+)
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.records import Record
+
+DEFAULT_STORE = pathlib.Path("paceline-records.jsonl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Where records go."""
+
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to append the records to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCommand:
+    """Time forward, backward and optimizer of a language model, and its peak memory."""
+
+    sweep: StepSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCommand:
+    """Time attention that stores its scores, and what it keeps for backward."""
+
+    sweep: AttentionSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchCommand:
+    """Measure one part of training and append the records to a store."""
+
+    subject: (
+        Annotated[StepCommand, tyro.conf.subcommand("step")]
+        | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
+    )
+
+
+def run(command: BenchCommand) -> int:
+    """Measures every case; fails when one failed for another reason than its size."""
+    subject = command.subject
+    num_cases = len(list(subject.sweep.cases()))
+    if num_cases == 0:
+        raise UsageError("nothing to measure: every list of the sweep needs at least one value")
+
+    from paceline.records import RecordStore
+    from paceline.reports.tables import records_table, render_rich
+
+    store = RecordStore(subject.store.store)
+    records: list[Record] = []
+    with case_progress(num_cases) as progress:
+        for record in _records(subject, progress.step):
+            store.append(record)
+            records.append(record)
+            if subject.output.json:
+                print_record(record)
+            progress.next_case()
+    if not subject.output.json:
+        stdout_console().print(render_rich(records_table(records)))
+    for record in records:
+        if record.outcome not in ("ok", "skipped"):
+            stderr_console().print(f"{record.outcome}: {record.reason}", markup=False)
+    return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
+
+
+def _records(
+    subject: StepCommand | AttentionCommand, on_progress: Callable[[int, int], None]
+) -> "Iterator[Record]":
+    from paceline.benchmarks.sweep import attention_records, step_records
+
+    if isinstance(subject, StepCommand):
+        return step_records(subject.sweep, on_progress)
+    return attention_records(subject.sweep, on_progress)

@@ -1,0 +1,92 @@
+"""``paceline env``: what this machine has, and whether ranks can talk on it."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from paceline.cli.output import OutputOptions, print_record, stdout_console
+
+if TYPE_CHECKING:
+    from paceline.records import Metric, Record
+
+_SELF_TEST_RANKS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentCommand:
+    """Show versions, devices, backends and links, and test that ranks can talk."""
+
+    self_test: bool = False
+    """Start two ranks and check an all-reduce between them."""
+    output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
+
+
+def run(command: EnvironmentCommand) -> int:
+    """Prints the environment; fails when the self-test does."""
+    import torch
+
+    from paceline.benchmarks.devices import (
+        current_environment,
+        describe_place,
+        peer_links,
+        resolve_device,
+    )
+    from paceline.records import Record
+    from paceline.records.environment import network_links
+
+    place = describe_place(resolve_device("auto"))
+    backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
+    case = {**place.as_case(), "self_test": command.self_test}
+    metrics: dict[str, Metric] = {}
+    if command.self_test:
+        case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
+        metrics["all_reduce_time_s"] = _self_test(backend)
+    record = Record(
+        kind="environment",
+        case=case,
+        environment=current_environment(),
+        metrics=metrics,
+        outcome="ok",
+    )
+    if command.output.json:
+        print_record(record)
+    else:
+        _print_table(record, links=[*peer_links(), *network_links()])
+    return 0
+
+
+def _self_test(backend: str) -> "Metric":
+    from paceline.parallel import run_ranks
+    from paceline.parallel.self_test import all_reduce_self_test
+    from paceline.records import Metric
+
+    return Metric.from_samples(run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend))
+
+
+def _print_table(record: "Record", links: list[str]) -> None:
+    from rich.table import Table
+
+    from paceline.core.units import format_binary_bytes, format_seconds
+
+    environment = record.environment
+    rows = {
+        "paceline": environment.paceline,
+        "commit": environment.commit or "installed, not a checkout",
+        "python": environment.python,
+        **environment.packages,
+        "platform": environment.platform,
+        "processor": f"{environment.processor}, {environment.num_processors} usable",
+        "memory": format_binary_bytes(environment.memory_bytes or 0),
+        "threads": str(record.case["threads"]),
+        "accelerators": ", ".join(environment.devices) or "none",
+        "backends": ", ".join(environment.backends),
+        "links": "\n".join(links),
+    }
+    if (time := record.metrics.get("all_reduce_time_s")) is not None:
+        rows["self-test"] = (
+            f"passed: {record.case['world_size']} ranks, {record.case['backend']}, "
+            f"1 MiB all-reduce in {format_seconds(time.value)}"
+        )
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    stdout_console().print(table)

@@ -1,0 +1,67 @@
+"""The verb table, and what every verb has in common: errors and exit codes.
+
+Exit codes: 0 the work was done, 1 it failed, 2 it was asked for wrongly, 130 interrupted,
+141 the reader of stdout went away. Results go to stdout, everything else to stderr.
+Nothing here, nor in any module that it imports, may load torch or numpy: a verb's types
+are needed to parse its flags, its work is not.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+import paceline
+from paceline.cli import bench, environment, report
+from paceline.core.errors import PacelineError
+
+_DESCRIPTION = "Plan, run and explain the data-parallel training of language models."
+
+Verb = (
+    Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
+    | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
+    | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
+)
+
+_PARSING = (
+    tyro.conf.OmitArgPrefixes,
+    tyro.conf.OmitSubcommandPrefixes,
+    tyro.conf.FlagCreatePairsOff,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs its verb, and returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
+        sys.stdout.write(f"paceline {paceline.__version__}\n")
+        return 0
+    command: Verb = tyro.cli(
+        Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
+    )
+    try:
+        exit_code = _run(command)
+        sys.stdout.flush()
+    except PacelineError as error:
+        sys.stderr.write(f"paceline: error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("paceline: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return exit_code
+
+
+def _run(command: Verb) -> int:
+    match command:
+        case environment.EnvironmentCommand():
+            return environment.run(command)
+        case bench.BenchCommand():
+            return bench.run(command)
+        case report.ReportCommand():
+            return report.run(command)

@@ -1,0 +1,87 @@
+"""What all verbs print: records on stdout, everything else on stderr."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from paceline.records import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Flags that every verb has."""
+
+    json: bool = False
+    """Print records as JSON Lines on stdout, and nothing else there."""
+
+
+def print_record(record: "Record") -> None:
+    """Prints one record as a line of JSON, at once, so that a pipe sees it."""
+    sys.stdout.write(msgspec.json.encode(record).decode() + "\n")
+    sys.stdout.flush()
+
+
+def stdout_console() -> "Console":
+    """Returns a console for results; NO_COLOR and pipes are respected by rich."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False)
+
+
+def stderr_console() -> "Console":
+    """Returns a console for progress and remarks."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False)
+
+
+class CaseProgress:
+    """A bar over the cases of a sweep and the steps within the present one."""
+
+    def __init__(self, bar: "Progress", num_cases: int) -> None:
+        self._bar = bar
+        self._cases = bar.add_task("cases", total=num_cases)
+        self._steps = bar.add_task("steps", total=None)
+
+    def step(self, completed: int, total: int) -> None:
+        """Shows how far the present case is."""
+        self._bar.update(self._steps, completed=completed, total=total)
+
+    def next_case(self) -> None:
+        """Shows that a case is done."""
+        self._bar.advance(self._cases)
+        self._bar.reset(self._steps, total=None)
+
+
+@contextlib.contextmanager
+def case_progress(num_cases: int) -> Iterator[CaseProgress]:
+    """Shows progress on stderr while it is open, and only on a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = stderr_console()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        yield CaseProgress(bar, num_cases)

@@ -1,0 +1,36 @@
+"""Specs, presets and hardware: frozen descriptions that everything else takes as input."""
+
+from paceline.core.errors import (
+    HardwareError,
+    PacelineError,
+    RecordError,
+    ShapeError,
+    UsageError,
+)
+from paceline.core.hardware import Device, Figure, Link, find_device, known_devices
+from paceline.core.plan import Estimate, ParallelLayout, Plan
+from paceline.core.presets import model_preset, preset_names
+from paceline.core.specs import BatchShape, DType, ModelShape, Precision, precision_preset
+
+__all__ = [
+    "BatchShape",
+    "DType",
+    "Device",
+    "Estimate",
+    "Figure",
+    "HardwareError",
+    "Link",
+    "ModelShape",
+    "PacelineError",
+    "ParallelLayout",
+    "Plan",
+    "Precision",
+    "RecordError",
+    "ShapeError",
+    "UsageError",
+    "find_device",
+    "known_devices",
+    "model_preset",
+    "precision_preset",
+    "preset_names",
+]

@@ -1,0 +1,124 @@
+"""How a model is laid over devices, and what is predicted of it.
+
+A `Plan` names its predictions like the metrics of a measured record, so that prediction
+and measurement can be laid side by side without a table of translations.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from paceline.core.errors import ShapeError
+from paceline.core.specs import BatchShape, ModelShape, Precision
+
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of the mesh axes and what is sharded along them.
+
+    The world is replicate × shard × context × tensor × pipeline; data-parallel ranks are
+    replicate × shard of them.
+    """
+
+    replicate: int = 1
+    """Copies of the sharded model, which average their gradients."""
+    shard: int = 1
+    """Ranks that share one copy's states, as far as `sharding` says."""
+    tensor: int = 1
+    """Ranks over which each matrix is split."""
+    pipeline: int = 1
+    """Stages over which the blocks are split."""
+    context: int = 1
+    """Ranks over which each sequence is split."""
+    sharding: Sharding = "none"
+    """What is split over `shard`: each choice includes those before it (ZeRO 0 to 3)."""
+    sequence_parallel: bool = False
+    """Whether norms and residuals are split over the tensor axis as well."""
+    pipeline_interleave: int = 1
+    """Virtual stages that each pipeline rank holds."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Which activations are recomputed instead of kept."""
+    bucket_size_mb: float | None = None
+    """Gradient bucket cap in MiB, as in torch; None for the strategy's own choice."""
+
+    def __post_init__(self) -> None:
+        for field in ("replicate", "shard", "tensor", "pipeline", "context", "pipeline_interleave"):
+            if getattr(self, field) < 1:
+                raise ShapeError(
+                    f"ParallelLayout.{field} is {getattr(self, field)}; it must be at least 1"
+                )
+        for field, choices in (
+            ("sharding", Sharding),
+            ("activation_checkpointing", ActivationCheckpointing),
+        ):
+            if getattr(self, field) not in get_args(choices):
+                raise ShapeError(
+                    f"ParallelLayout.{field} is {getattr(self, field)!r}; "
+                    f"it must be one of {', '.join(get_args(choices))}"
+                )
+        if self.shard > 1 and self.sharding == "none":
+            raise ShapeError(
+                f"ParallelLayout.shard is {self.shard} but sharding is 'none'; "
+                "say what is sharded, or use replicate"
+            )
+        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
+            raise ShapeError("ParallelLayout.bucket_size_mb must be positive, or None")
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that see different data."""
+        return self.replicate * self.shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return self.data_parallel * self.context * self.tensor * self.pipeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A predicted number, with the interval that should hold it where one is known."""
+
+    value: float
+    """The point estimate."""
+    low: float | None = None
+    """Lower end of the interval."""
+    high: float | None = None
+    """Upper end of the interval."""
+
+    def __post_init__(self) -> None:
+        for field in ("value", "low", "high"):
+            number = getattr(self, field)
+            if number is not None and not math.isfinite(number):
+                raise ShapeError(f"Estimate.{field} is {number}; it must be finite")
+        if self.low is not None and self.low > self.value:
+            raise ShapeError(f"Estimate.low {self.low} is above its value {self.value}")
+        if self.high is not None and self.high < self.value:
+            raise ShapeError(f"Estimate.high {self.high} is below its value {self.value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model, the batch each rank gets, where it runs, and what to expect."""
+
+    model: ModelShape
+    """The model to train."""
+    batch: BatchShape
+    """What each data-parallel rank processes per step."""
+    precision: Precision
+    """Number formats."""
+    layout: ParallelLayout
+    """Mesh and sharding."""
+    hardware: str
+    """Identifier of the device in the hardware table, or of a calibration."""
+    predictions: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+    """Estimates, named like the metrics of the record that would measure them."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together process per optimizer step."""
+        return self.batch.tokens_per_step * self.layout.data_parallel

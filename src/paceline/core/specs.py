@@ -1,0 +1,208 @@
+"""What is trained: the shape of a model, of a batch, and the number formats.
+
+All three are frozen, hold plain numbers only, and describe a model of 10^12 parameters
+as well as one of 10^4. They are validated once, when made, so that every function that
+takes one may trust it.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+from paceline.core.errors import ShapeError, UsageError
+
+DType = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8"]
+FeedForward = Literal["swiglu", "gelu", "linear"]
+Norm = Literal["rmsnorm", "layernorm", "none"]
+Positions = Literal["rotary", "learned", "none"]
+
+# tfloat32 is a way to multiply float32 numbers, so it occupies what they do.
+_BYTES_PER_ELEMENT: dict[DType, int] = {
+    "float64": 8,
+    "float32": 4,
+    "tfloat32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+}
+
+
+def bytes_per_element(dtype: DType) -> int:
+    """Returns how many bytes one number of this format occupies."""
+    return _BYTES_PER_ELEMENT[dtype]
+
+
+def _require_choice(owner: str, field: str, value: str, choices: object) -> None:
+    if value not in get_args(choices):
+        names = ", ".join(get_args(choices))
+        raise ShapeError(f"{owner}.{field} is {value!r}; it must be one of {names}")
+
+
+def _require_at_least(owner: str, minimum: int, **fields: int) -> None:
+    for field, value in fields.items():
+        if value < minimum:
+            raise ShapeError(f"{owner}.{field} is {value}; it must be at least {minimum}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The dimensions of a decoder-only Transformer.
+
+    The defaults describe the model that `paceline.models.TransformerLM` builds: pre-norm
+    blocks, rotary positions, a gated feed-forward, no biases. Other settings exist so that
+    published models, and the course's simplified ones, can be accounted for.
+    """
+
+    vocab_size: int
+    """Rows of the embedding and of the output layer; 0 for a model without either."""
+    d_model: int
+    """Width of the residual stream."""
+    d_ff: int
+    """Width of the feed-forward layer's hidden activations."""
+    num_layers: int
+    """Number of blocks."""
+    num_heads: int
+    """Query heads per attention layer; 0 for a model without attention."""
+    num_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); None for as many as `num_heads`."""
+    head_dim: int | None = None
+    """Width of one head; None for `d_model / num_heads`."""
+    max_context_length: int = 2048
+    """Longest sequence that the model accepts."""
+    feed_forward: FeedForward = "swiglu"
+    """swiglu has three matrices, gelu and linear have two."""
+    norm: Norm = "rmsnorm"
+    """rmsnorm has a scale, layernorm a scale and a shift."""
+    positions: Positions = "rotary"
+    """learned positions are parameters, rotary ones are not."""
+    biases: bool = False
+    """Whether the linear layers of the blocks have biases."""
+    tied_embeddings: bool = False
+    """Whether the output layer reuses the embedding's weights."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square before its root is taken."""
+
+    def __post_init__(self) -> None:
+        _require_choice("ModelShape", "feed_forward", self.feed_forward, FeedForward)
+        _require_choice("ModelShape", "norm", self.norm, Norm)
+        _require_choice("ModelShape", "positions", self.positions, Positions)
+        _require_at_least(
+            "ModelShape",
+            1,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_layers=self.num_layers,
+            max_context_length=self.max_context_length,
+        )
+        _require_at_least("ModelShape", 0, vocab_size=self.vocab_size, num_heads=self.num_heads)
+        if self.num_heads > 0:
+            self._validate_heads()
+        if self.rope_theta <= 0 or self.norm_epsilon <= 0:
+            raise ShapeError("ModelShape.rope_theta and norm_epsilon must be positive")
+
+    def _validate_heads(self) -> None:
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ShapeError(
+                f"ModelShape.d_model {self.d_model} is not divisible by num_heads "
+                f"{self.num_heads}; change one of them or give head_dim"
+            )
+        _require_at_least(
+            "ModelShape", 1, num_kv_heads=self.key_value_heads, head_dim=self.head_width
+        )
+        if self.num_heads % self.key_value_heads:
+            raise ShapeError(
+                f"ModelShape.num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.key_value_heads}; each key-value head serves an equal group of queries"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ShapeError(
+                f"ModelShape: rotary positions turn pairs of channels, so the head width "
+                f"{self.head_width} must be even"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head, whether given or derived."""
+        if self.head_dim is not None:
+            return self.head_dim
+        return self.d_model // self.num_heads if self.num_heads else 0
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key and value heads, whether given or derived."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_width
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of all key heads together, and of all value heads together."""
+        return self.key_value_heads * self.head_width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """What one data-parallel rank processes between two optimizer steps."""
+
+    num_sequences: int
+    """Sequences in one forward pass of one rank (the micro-batch)."""
+    context_length: int
+    """Tokens in a sequence."""
+    accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("BatchShape", 1, **dataclasses.asdict(self))
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens that one rank processes in one forward pass."""
+        return self.num_sequences * self.context_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one rank processes between two optimizer steps."""
+        return self.tokens_per_pass * self.accumulation_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The number format of everything that a training step stores or multiplies."""
+
+    parameters: DType = "float32"
+    """The weights that the forward pass reads."""
+    compute: DType = "float32"
+    """The operands of matrix multiplications."""
+    gradients: DType = "float32"
+    """The gradients that accumulate beside the weights."""
+    reduction: DType = "float32"
+    """The gradients while ranks average them."""
+    optimizer_state: DType = "float32"
+    """The optimizer's moments."""
+    master_weights: bool = False
+    """Whether the optimizer keeps a float32 copy of lower-precision parameters."""
+    autocast: bool = False
+    """Whether weights are cast to the compute format operation by operation."""
+
+    def __post_init__(self) -> None:
+        for field in ("parameters", "compute", "gradients", "reduction", "optimizer_state"):
+            _require_choice("Precision", field, getattr(self, field), DType)
+
+
+# A name stands for what people mean by it: the low formats are autocast over float32 weights.
+_PRECISIONS: dict[str, Precision] = {
+    "float32": Precision(),
+    "bfloat16": Precision(compute="bfloat16", autocast=True),
+    "float16": Precision(compute="float16", autocast=True),
+}
+
+
+def precision_preset(name: str) -> Precision:
+    """Returns the named precision: float32, or bfloat16 or float16 autocast."""
+    if name not in _PRECISIONS:
+        raise UsageError(f"unknown precision {name!r}; known: {', '.join(_PRECISIONS)}")
+    return _PRECISIONS[name]

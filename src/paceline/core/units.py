@@ -1,0 +1,37 @@
+"""Byte units, kept apart: MB is 10^6 bytes, MiB is 2^20.
+
+Storage and network people count in powers of ten, memory in powers of two; at a terabyte
+the two differ by a tenth, enough to change how many devices a model needs. Every function
+here says in its name which one it speaks.
+"""
+
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+_TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def format_binary_bytes(num_bytes: float) -> str:
+    """Formats a number of bytes in binary units, such as ``1.50 GiB``."""
+    for step, suffix in _BINARY_STEPS:
+        if abs(num_bytes) >= step:
+            return f"{num_bytes / step:.2f} {suffix}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_decimal(value: float, unit: str) -> str:
+    """Formats a value with a decimal prefix, such as ``75.2 GFLOP/s``."""
+    for step, prefix in _DECIMAL_STEPS:
+        if abs(value) >= step:
+            return f"{value / step:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration in the largest unit that keeps it at or above one."""
+    for step, suffix in _TIME_STEPS:
+        if abs(seconds) >= step:
+            return f"{seconds / step:.3g} {suffix}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,112 @@
+"""The layers of the model: norm, rotary positions, attention, gated feed-forward.
+
+Whatever the surrounding precision, norms and rotations are computed in float32: their sums
+and small angles are what sixteen-bit formats lose first.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from paceline.core.specs import ModelShape
+from paceline.kernels.attention import AttentionImplementation, attention
+
+
+class RMSNorm(nn.Module):
+    """Scales each vector to unit mean square, then by a learned weight (Zhang 2019)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Normalises in float32 and returns the input's format."""
+        normalized = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon)
+        return normalized.type_as(x)
+
+
+class RotaryPositions(nn.Module):
+    """Turns pairs of channels by an angle that grows with the position (Su 2021)."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, head_dim: int, max_context_length: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.max_context_length = max_context_length
+        self.theta = theta
+        angles = torch.empty(max_context_length, head_dim // 2)
+        # Derived from the shape, so no part of a checkpoint.
+        self.register_buffer("cosine", torch.empty_like(angles), persistent=False)
+        self.register_buffer("sine", torch.empty_like(angles), persistent=False)
+        self.reset_buffers()
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Fills the tables; needed again after a model leaves the meta device."""
+        if self.cosine.is_meta:
+            return
+        device = self.cosine.device
+        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64)
+        frequencies = self.theta ** (-exponents / self.head_dim)
+        positions = torch.arange(self.max_context_length, device=device, dtype=torch.float64)
+        angles = torch.outer(positions, frequencies)
+        self.cosine.copy_(angles.cos())
+        self.sine.copy_(angles.sin())
+
+    def forward(
+        self, x: Float[Tensor, "batch heads sequence head_dim"]
+    ) -> Float[Tensor, "batch heads sequence head_dim"]:
+        """Rotates the two halves of each head against each other."""
+        length = x.shape[-2]
+        cosine, sine = self.cosine[:length], self.sine[:length]
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat(
+            (first * cosine - second * sine, second * cosine + first * sine), dim=-1
+        )
+        return rotated.type_as(x)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention over earlier positions, with grouped key-value heads."""
+
+    def __init__(self, shape: ModelShape, implementation: AttentionImplementation) -> None:
+        super().__init__()
+        self.head_dim = shape.head_width
+        self.implementation: AttentionImplementation = implementation
+        self.query = nn.Linear(shape.d_model, shape.attention_width, bias=False)
+        self.key = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
+        self.value = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
+        self.output = nn.Linear(shape.attention_width, shape.d_model, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "batch sequence d_model"], positions: RotaryPositions
+    ) -> Float[Tensor, "batch sequence d_model"]:
+        """Attends; `positions` is shared by all layers, so that its tables exist once."""
+        query = positions(self._split_heads(self.query(x)))
+        key = positions(self._split_heads(self.key(x)))
+        value = self._split_heads(self.value(x))
+        mixed = attention(query, key, value, causal=True, implementation=self.implementation)
+        joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return joined
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """A feed-forward layer whose hidden activations are gated (Shazeer 2020)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Multiplies the gate's activation with the other projection."""
+        mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return mixed

@@ -1,0 +1,24 @@
+"""Records: what was measured or predicted, where and how, as lines of JSON."""
+
+from paceline.records.codecs import decode_plan, encode_plan
+from paceline.records.environment import Environment, capture_environment
+from paceline.records.kinds import Kind, find_kind, known_kinds
+from paceline.records.schema import CaseValue, Metric, Outcome, Record, join_key
+from paceline.records.store import RecordStore, latest_per_case
+
+__all__ = [
+    "CaseValue",
+    "Environment",
+    "Kind",
+    "Metric",
+    "Outcome",
+    "Record",
+    "RecordStore",
+    "capture_environment",
+    "decode_plan",
+    "encode_plan",
+    "find_kind",
+    "join_key",
+    "known_kinds",
+    "latest_per_case",
+]

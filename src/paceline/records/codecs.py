@@ -1,0 +1,46 @@
+"""Plans as JSON: decoding accepts exactly what encoding wrote, and nothing beside it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from paceline.core.errors import RecordError, ShapeError
+from paceline.core.plan import Plan
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Encodes a plan as one JSON object."""
+    return msgspec.json.encode(plan)
+
+
+def decode_plan(data: bytes, source: str = "plan") -> Plan:
+    """Decodes a plan; every defect is an error that names `source` and the field."""
+    try:
+        raw = msgspec.json.decode(data)
+        plan = msgspec.convert(raw, Plan)
+    except (msgspec.DecodeError, msgspec.ValidationError, ShapeError, UnicodeDecodeError) as error:
+        raise RecordError(f"{source}: not a valid plan: {error}") from error
+    unknown = _first_unknown_key(raw, plan, "$")
+    if unknown is not None:
+        raise RecordError(f"{source}: not a valid plan: unknown field `{unknown}`")
+    return plan
+
+
+def _first_unknown_key(raw: Any, decoded: Any, path: str) -> str | None:
+    # msgspec forbids unknown keys for its own structs only; the specs are plain dataclasses so
+    # that core needs no library. The decoded object shows which keys had a meaning.
+    if dataclasses.is_dataclass(decoded):
+        known = {field.name: getattr(decoded, field.name) for field in dataclasses.fields(decoded)}
+    elif isinstance(decoded, Mapping):
+        known = dict(decoded)
+    else:
+        return None
+    for key, value in raw.items():
+        if key not in known:
+            return f"{path}.{key}"
+        unknown = _first_unknown_key(value, known[key], f"{path}.{key}")
+        if unknown is not None:
+            return unknown
+    return None

@@ -1,0 +1,145 @@
+"""Where a record was made: versions, commit and machine.
+
+This module knows nothing of torch: device names are passed in by whoever has it. Neither
+host names nor paths are kept, because records are published.
+"""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Sequence
+
+import msgspec
+
+import paceline
+
+_PACKAGES = ("torch", "numpy", "triton")
+
+
+class Environment(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Everything about a machine and its software that may explain a difference."""
+
+    time: str
+    """When the record was made, UTC, ISO 8601."""
+    paceline: str
+    """Version of Paceline."""
+    commit: str | None = None
+    """Commit of the checkout that Paceline ran from; None when it was installed."""
+    modified: bool | None = None
+    """Whether that checkout differed from its commit."""
+    python: str
+    platform: str
+    processor: str
+    num_processors: int
+    """Processors that this process may use."""
+    memory_bytes: int | None = None
+    """Physical memory."""
+    packages: dict[str, str] = {}
+    """Versions of the libraries that matter to speed."""
+    devices: tuple[str, ...] = ()
+    """Accelerators, as their driver names them."""
+    backends: tuple[str, ...] = ()
+    """Collective libraries that torch can use."""
+
+
+def capture_environment(
+    *, devices: Sequence[str] = (), backends: Sequence[str] = ()
+) -> Environment:
+    """Describes this machine and this installation of Paceline."""
+    commit, modified = _checkout_state()
+    return Environment(
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        paceline=paceline.__version__,
+        commit=commit,
+        modified=modified,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=processor_name(),
+        num_processors=available_processors(),
+        memory_bytes=physical_memory_bytes(),
+        packages=_package_versions(),
+        devices=tuple(devices),
+        backends=tuple(backends),
+    )
+
+
+def processor_name() -> str:
+    """Returns the processor's model name, as the operating system gives it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def available_processors() -> int:
+    """Returns how many processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def physical_memory_bytes() -> int | None:
+    """Returns the machine's memory, where the operating system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def network_links() -> list[str]:
+    """Returns the network interfaces with their line rate, where the kernel tells."""
+    links = []
+    for interface in sorted(pathlib.Path("/sys/class/net").glob("*")):
+        try:
+            rate = int((interface / "speed").read_text())
+        except (OSError, ValueError):
+            rate = -1
+        links.append(f"{interface.name} {f'{rate} Mbit/s' if rate > 0 else 'rate unknown'}")
+    for port in sorted(pathlib.Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        links.append(f"{port.parts[-4]} port {port.parts[-2]} {port.read_text().strip()}")
+    return links
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _checkout_state() -> tuple[str | None, bool | None]:
+    package = pathlib.Path(__file__).resolve().parents[1]
+    checkout = package.parents[1]
+    # An installed package may lie inside somebody else's checkout, whose commit says nothing
+    # about Paceline: only the layout of our own source tree counts.
+    if package != checkout / "src" / "paceline" or not (checkout / ".git").exists():
+        return None, None
+    commit = _git(checkout, "rev-parse", "HEAD")
+    status = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if status is None else bool(status)
+
+
+def _git(checkout: pathlib.Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,96 @@
+"""The kinds of records and the fields of their cases.
+
+A case holds everything that changes the expected value of a measurement. Of its fields,
+the join key is what a prediction of that measurement must agree on; the others say how it
+was taken. A field that its kind does not declare is refused, on writing as on reading: a
+mistyped field would otherwise make two different measurements look like the same one.
+"""
+
+import dataclasses
+
+from paceline.core.errors import RecordError
+
+PREDICTION = "prediction"
+PREDICTS = "predicts"
+
+_PLACE = ("device", "hardware", "threads")
+_MODEL = (
+    "model",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "tied_embeddings",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a kind of record says of its case."""
+
+    name: str
+    """The record's `kind`."""
+    join_key: tuple[str, ...]
+    """Case fields on which a prediction joins its measurement; all are required."""
+    method: tuple[str, ...] = ()
+    """Further case fields: how the measurement was taken."""
+
+    @property
+    def case_fields(self) -> tuple[str, ...]:
+        """Every field that a case of this kind may have."""
+        return self.join_key + self.method
+
+
+_KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="step",
+            join_key=(
+                *_MODEL,
+                "batch",
+                "context",
+                "phase",
+                "precision",
+                "float32_matmul_precision",
+                "compile",
+                "activation_checkpointing",
+                "attention",
+                *_PLACE,
+            ),
+            method=("warmup", "steps"),
+        ),
+        Kind(
+            name="attention",
+            join_key=(
+                "implementation",
+                "batch",
+                "context",
+                "head_dim",
+                "causal",
+                "dtype",
+                "float32_matmul_precision",
+                "compile",
+                *_PLACE,
+            ),
+            method=("warmup", "steps"),
+        ),
+        Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
+    )
+}
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Returns the names of all kinds of measurements."""
+    return tuple(_KINDS)
+
+
+def find_kind(name: str) -> Kind:
+    """Returns the kind of that name; an unknown name is an error."""
+    if name not in _KINDS:
+        known = ", ".join((*_KINDS, PREDICTION))
+        raise RecordError(f"kind: unknown record kind {name!r}; known: {known}")
+    return _KINDS[name]

@@ -1,0 +1,91 @@
+"""The record: one measured or predicted case.
+
+A metric's unit is in its name (`step_time_s`, `peak_bytes`), its `value` is the median of
+its samples or the point estimate of a prediction, and it is always finite: a run that went
+to infinity is an outcome, not a number. A record either is ok or says why not.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from paceline.core.errors import RecordError
+from paceline.records.environment import Environment
+from paceline.records.kinds import PREDICTION, PREDICTS, Kind, find_kind
+
+CaseValue = str | int | float | bool | None
+Outcome = Literal["ok", "out_of_memory", "skipped", "failed", "timeout", "diverged"]
+
+
+class Metric(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One number with its spread."""
+
+    value: float
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = (self.value, self.mean, self.std, self.min, self.low, self.high, *self.samples)
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise RecordError(f"a metric must be finite, got {self!r}")
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[float]) -> "Metric":
+        """Summarises samples: median as the value, with mean, deviation and minimum."""
+        if not samples:
+            raise RecordError("a metric needs at least one sample")
+        return cls(
+            value=statistics.median(samples),
+            mean=statistics.fmean(samples),
+            std=statistics.stdev(samples) if len(samples) > 1 else 0.0,
+            min=min(samples),
+            samples=tuple(samples),
+        )
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One case, where it ran, and what came out of it."""
+
+    schema: Literal[1] = 1
+    kind: str
+    case: dict[str, CaseValue]
+    environment: Environment
+    metrics: dict[str, Metric]
+    outcome: Outcome
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.measured_kind
+        allowed = {*kind.case_fields, PREDICTS} if self.kind == PREDICTION else kind.case_fields
+        for field in self.case:
+            if field not in allowed:
+                raise RecordError(f"case.{field}: not a field of kind {self.kind!r}")
+        for field in kind.join_key:
+            if field not in self.case:
+                raise RecordError(f"case.{field}: missing, kind {self.kind!r} requires it")
+        if (self.outcome == "ok") != (self.reason is None):
+            raise RecordError(
+                f"reason: outcome {self.outcome!r} {'has none' if self.reason else 'needs one'}"
+            )
+
+    @property
+    def measured_kind(self) -> Kind:
+        """The kind of this measurement, or of the one that this prediction predicts."""
+        if self.kind != PREDICTION:
+            return find_kind(self.kind)
+        return find_kind(str(self.case.get(PREDICTS)))
+
+
+def join_key(record: Record) -> tuple[CaseValue, ...]:
+    """Returns what a prediction and its measurement have in common."""
+    kind = record.measured_kind
+    return (kind.name, *(record.case[field] for field in kind.join_key))

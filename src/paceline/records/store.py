@@ -1,0 +1,102 @@
+"""An append-only file of records, one JSON object per line, safe for several writers.
+
+Invariants: a writer holds an exclusive lock while it appends one whole line; a line that
+could not be written whole is taken back; a line that a killed writer left torn never
+swallows the next one. Readers look only at the bytes that were there under a shared lock,
+so they never see half a line of a live writer. Reading is strict: an unknown key or a
+damaged line is an error that names file, line and field.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from paceline.core.errors import RecordError
+from paceline.records.schema import CaseValue, Record
+
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def decode_record(line: bytes) -> Record:
+    """Decodes one line; every defect is a `RecordError` that names the field."""
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"not a valid record: {error}") from error
+
+
+class RecordStore:
+    """Records in a JSON Lines file, which need not exist before the first one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+
+    def append(self, record: Record) -> None:
+        """Appends one record durably, or leaves the file as it was."""
+        line = msgspec.json.encode(record) + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _append_whole(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise RecordError(
+                f"{self.path}: cannot append a record: {error.strerror}; "
+                "make room or name another file with --store"
+            ) from error
+
+    def read(self) -> Iterator[Record]:
+        """Yields the records in the order in which they were appended."""
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise RecordError(
+                f"{self.path}: cannot read the record store: {error.strerror}; "
+                "`paceline bench` makes one"
+            ) from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            remaining = os.fstat(file.fileno()).st_size
+            fcntl.flock(file, fcntl.LOCK_UN)
+            for number, line in enumerate(file, start=1):
+                remaining -= len(line)
+                if remaining < 0:
+                    return
+                if not line.strip():
+                    continue
+                try:
+                    yield decode_record(line)
+                except RecordError as error:
+                    raise RecordError(
+                        f"{self.path}:{number}: {error}; mend or delete that line"
+                    ) from error
+
+
+def latest_per_case(records: Iterable[Record]) -> list[Record]:
+    """Keeps the newest record of each case, in the order of first appearance."""
+    newest: dict[tuple[str, frozenset[tuple[str, CaseValue]]], Record] = {}
+    for record in records:
+        newest[record.kind, frozenset(record.case.items())] = record
+    return list(newest.values())
+
+
+def _append_whole(descriptor: int, line: bytes) -> None:
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    try:
+        view = memoryview(line)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise

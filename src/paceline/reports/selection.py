@@ -1,0 +1,65 @@
+"""Which fields tell the records of a table or picture apart, and which they share."""
+
+from collections.abc import Sequence
+
+from paceline.core.errors import UsageError
+from paceline.records import CaseValue, Record, find_kind
+
+# A model's name stands for its dimensions; they are shown only for shapes without a name.
+_DIMENSIONS = (
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "tied_embeddings",
+)
+# What a record carries to be complete, and a reader rarely needs to see.
+_UNREMARKABLE = {"float32_matmul_precision": "highest", "activation_checkpointing": "none"}
+
+
+def single_kind(records: Sequence[Record]) -> str:
+    """Returns the kind that all records have; more than one is an error."""
+    kinds = sorted({record.kind for record in records})
+    if len(kinds) != 1:
+        found = ", ".join(kinds) or "no records"
+        raise UsageError(f"one kind of record is needed, found {found}; choose with --kind")
+    return kinds[0]
+
+
+def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[str]]:
+    """Splits the case fields into those with one common value and those that vary."""
+    shared: dict[str, CaseValue] = {}
+    varying: list[str] = []
+    for field in find_kind(single_kind(records)).case_fields:
+        if field in _DIMENSIONS and all(_is_named(record) for record in records):
+            continue
+        values = {record.case.get(field) for record in records}
+        if len(values) > 1:
+            varying.append(field)
+        elif (value := values.pop()) != _UNREMARKABLE.get(field):
+            shared[field] = value
+    return shared, varying
+
+
+def describe_fields(fields: dict[str, CaseValue]) -> str:
+    """Writes fields as a phrase, such as ``batch 4, precision float32``."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+
+
+def describe_case(record: Record, varying: Sequence[str]) -> str:
+    """Names a record by what varies; several words are put on several lines."""
+    if not varying:
+        return str(record.case.get("model", record.kind))
+    return "\n".join(
+        str(record.case.get(field))
+        if field in ("model", "precision", "phase")
+        else f"{field.replace('_', ' ')} {record.case.get(field)}"
+        for field in varying
+    )
+
+
+def _is_named(record: Record) -> bool:
+    return "model" in record.case and record.case["model"] != "custom"

@@ -1,0 +1,1 @@
+"""What the profiler saw: memory over time."""

@@ -1,0 +1,32 @@
+import pytest
+
+from paceline.accounting import count_parameters
+from paceline.core import UsageError, model_preset, preset_names
+
+PARAMETERS = {
+    "small": 128_625_408,
+    "medium": 423_183_360,
+    "large": 969_411_840,
+    "xl": 1_998_235_200,
+    "2.7B": 3_406_809_600,
+    "10B": 12_832_823_808,
+    "xxl": 219_848_638_464,
+    "llama3-8B": 8_030_261_248,
+    "llama3-70B": 70_553_706_496,
+    "llama3-405B": 405_853_388_800,
+    "gpt3-175B": 174_604_259_328,
+}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameter_counts_to_the_digit(name: str) -> None:
+    assert count_parameters(model_preset(name)).total == PARAMETERS[name]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"'smal'; did you mean 'small'\? known: small, medium"):
+        model_preset("smal")
+    with pytest.raises(UsageError, match="did you mean 'llama3-8B'"):
+        model_preset("Llama3-8b")
+    with pytest.raises(UsageError, match="known: small"):
+        model_preset("zzz")

@@ -1,0 +1,41 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, time
+from paceline.core.processes import die_with_parent
+die_with_parent(int(os.environ["PARENT"]))
+print(os.getpid(), flush=True)
+time.sleep(60)
+'''], env={**__import__("os").environ, "PARENT": str(__import__("os").getpid())})
+time.sleep(60)
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_worker_dies_with_a_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    assert _is_running(worker)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while _is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(worker)

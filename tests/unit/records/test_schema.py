@@ -1,0 +1,62 @@
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core import RecordError
+from paceline.records import Metric, Record, capture_environment, find_kind, join_key, known_kinds
+from paceline.records.kinds import PREDICTION, PREDICTS
+
+
+@given(st.lists(st.floats(min_value=1e-9, max_value=1e9), min_size=1, max_size=20))
+def test_a_metric_summarises_its_samples(samples: list[float]) -> None:
+    metric = Metric.from_samples(samples)
+    assert metric.value == statistics.median(samples)
+    assert metric.min == min(samples)
+    assert metric.samples == tuple(samples)
+    assert metric.mean == pytest.approx(sum(samples) / len(samples))
+
+
+def test_metrics_are_finite_and_have_samples() -> None:
+    for bad in (math.nan, math.inf):
+        with pytest.raises(RecordError, match="finite"):
+            Metric(value=bad)
+    with pytest.raises(RecordError, match="at least one sample"):
+        Metric.from_samples([])
+
+
+def test_a_prediction_joins_its_measurement() -> None:
+    for name in known_kinds():
+        case = dict.fromkeys(find_kind(name).join_key, "x")
+        measured = Record(
+            kind=name,
+            case=case | dict.fromkeys(find_kind(name).method, 1),
+            environment=capture_environment(),
+            metrics={},
+            outcome="ok",
+        )
+        predicted = Record(
+            kind=PREDICTION,
+            case=case | {PREDICTS: name},
+            environment=capture_environment(),
+            metrics={"step_time_s": Metric(value=1.0, low=0.9, high=1.1)},
+            outcome="ok",
+        )
+        assert join_key(measured) == join_key(predicted)
+
+
+def test_a_prediction_must_say_of_what() -> None:
+    with pytest.raises(RecordError, match="unknown record kind 'None'"):
+        Record(
+            kind=PREDICTION, case={}, environment=capture_environment(), metrics={}, outcome="ok"
+        )
+
+
+def test_the_environment_says_where_but_not_who() -> None:
+    environment = capture_environment(devices=["NVIDIA H100"], backends=["gloo"])
+    assert environment.devices == ("NVIDIA H100",)
+    assert environment.packages["torch"]
+    assert environment.num_processors >= 1
+    assert environment.time.endswith("+00:00")

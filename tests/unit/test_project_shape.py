@@ -1,0 +1,143 @@
+"""The project keeps the shape that it shows: layers, exports, tree, and a light start."""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "paceline"
+
+EXPORTS = {
+    "paceline.core": {
+        "BatchShape",
+        "DType",
+        "Device",
+        "Estimate",
+        "Figure",
+        "HardwareError",
+        "Link",
+        "ModelShape",
+        "PacelineError",
+        "ParallelLayout",
+        "Plan",
+        "Precision",
+        "RecordError",
+        "ShapeError",
+        "UsageError",
+        "find_device",
+        "known_devices",
+        "model_preset",
+        "precision_preset",
+        "preset_names",
+    },
+    "paceline.records": {
+        "CaseValue",
+        "Environment",
+        "Kind",
+        "Metric",
+        "Outcome",
+        "Record",
+        "RecordStore",
+        "capture_environment",
+        "decode_plan",
+        "encode_plan",
+        "find_kind",
+        "join_key",
+        "known_kinds",
+        "latest_per_case",
+    },
+    "paceline.accounting": {
+        "FlopsPerToken",
+        "ParameterCount",
+        "count_parameters",
+        "flops_per_token",
+        "minimum_attention_bytes",
+        "minimum_step_bytes",
+    },
+    "paceline.kernels": {"AttentionImplementation", "attention", "attention_reference"},
+    "paceline.models": {"TransformerLM", "next_token_loss"},
+    "paceline.parallel": {"RankError", "run_ranks"},
+}
+TORCH_FREE_ROOMS = ("core", "records", "accounting", "planner", "scaling", "lab", "reports", "cli")
+
+
+@pytest.mark.parametrize("module", EXPORTS)
+def test_public_exports(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert set(loaded.__all__) == EXPORTS[module]
+    assert loaded.__all__ == sorted(loaded.__all__)
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+def _torch_free_modules() -> list[str]:
+    modules = ["paceline"]
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] in TORCH_FREE_ROOMS or parts[-1] == "config":
+            modules.append(".".join(("paceline", *parts)).removesuffix(".__init__"))
+    return modules
+
+
+def test_the_planning_half_never_loads_torch() -> None:
+    modules = _torch_free_modules()
+    assert "paceline.benchmarks.config" in modules
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_parsing_a_command_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "import paceline.cli.main\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _documented_tree() -> dict[str, set[str]]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```text\npaceline\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    entries: dict[str, set[str]] = {"": set(), "src/paceline/": set()}
+    for line in block[1].splitlines():
+        match = re.match(r"(│   )?[├└]── (\S+)", line)
+        assert match is not None, line
+        entries["src/paceline/" if match[1] else ""].add(match[2])
+    return entries
+
+
+def _directories(folder: pathlib.Path) -> set[str]:
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "."],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return {f"{pathlib.PurePath(name).parts[0]}/" for name in tracked if "/" in name}
+
+
+def test_the_tree_of_the_readme_is_the_tree_on_disk() -> None:
+    documented = _documented_tree()
+    on_disk = {name for name in _directories(ROOT) if not name.startswith(".")}
+    assert documented[""] == (on_disk - {"src/"}) | {"src/paceline/"}
+    assert documented["src/paceline/"] == _directories(PACKAGE)
+
+
+def test_files_stay_small() -> None:
+    long = {
+        str(path.relative_to(ROOT)): length
+        for path in PACKAGE.rglob("*.py")
+        if (length := len(path.read_text(encoding="utf-8").splitlines())) > 400
+    }
+    assert not long
