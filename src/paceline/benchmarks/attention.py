@@ -107,7 +107,7 @@ def attention_case_fields(case: AttentionCase, place: Place) -> dict[str, CaseVa
         "causal": case.causal,
         "dtype": case.dtype,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "compile": "model" if case.compiled else "none",
+        "compile": "whole" if case.compiled else "none",
         **place.as_case(),
         "warmup": case.warmup,
         "steps": case.steps,

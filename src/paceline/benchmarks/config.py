@@ -15,7 +15,7 @@ from paceline.core.specs import BatchShape, ModelShape
 DeviceName = Literal["auto", "cpu", "cuda"]
 Phase = Literal["forward", "forward-backward", "train"]
 PrecisionName = Literal["float32", "bfloat16", "float16"]
-Compilation = Literal["none", "blocks", "model"]
+Compilation = Literal["none", "blocks", "whole"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class RunLimits:
     """What one case may use."""
 
     memory_limit_gib: float | None = None
-    """Memory that one case may take, in GiB; by default most of what is free."""
+    """Memory that one case may take, in GiB; by default most of what is free. On CUDA it only
+    decides what is skipped: the device itself says when it is full."""
     time_limit_s: float = 300.0
     """Seconds of measuring per case; what was sampled by then is the result."""
 
@@ -122,7 +123,7 @@ class StepSweep:
 
     def cases(self) -> Iterator[StepCase]:
         """Yields every combination, models in the outer loop."""
-        compilation: Compilation = "model" if self.compile else "none"
+        compilation: Compilation = "whole" if self.compile else "none"
         if self.compile_blocks:
             compilation = "blocks"
         for name, context, phase, precision, warmup in itertools.product(

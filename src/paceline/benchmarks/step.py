@@ -52,7 +52,7 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
         if case.compilation == "blocks":
             self.model.compile_blocks()
-        elif case.compilation == "model":
+        elif case.compilation == "whole":
             self.model.compile()
 
     def forward(self) -> Tensor:
@@ -179,6 +179,7 @@ def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
         "compile": case.compilation,
         "activation_checkpointing": case.activation_checkpointing,
         "attention": case.attention,
+        "optimizer": "adamw",
         **place.as_case(),
         "warmup": case.warmup,
         "steps": case.steps,

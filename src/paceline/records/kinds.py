@@ -59,6 +59,7 @@ _KINDS: dict[str, Kind] = {
                 "compile",
                 "activation_checkpointing",
                 "attention",
+                "optimizer",
                 *_PLACE,
             ),
             method=("warmup", "steps"),
@@ -77,6 +78,12 @@ _KINDS: dict[str, Kind] = {
                 *_PLACE,
             ),
             method=("warmup", "steps"),
+        ),
+        # Two ways to do the same, measured in turn in one run; its metrics are ratios.
+        Kind(
+            name="comparison",
+            join_key=("subject", "baseline", "model", "batch", "context", "phase", *_PLACE),
+            method=("warmup", "rounds"),
         ),
         Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
     )

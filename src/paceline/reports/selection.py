@@ -17,7 +17,11 @@ _DIMENSIONS = (
     "tied_embeddings",
 )
 # What a record carries to be complete, and a reader rarely needs to see.
-_UNREMARKABLE = {"float32_matmul_precision": "highest", "activation_checkpointing": "none"}
+_UNREMARKABLE = {
+    "float32_matmul_precision": "highest",
+    "activation_checkpointing": "none",
+    "optimizer": "adamw",
+}
 
 
 def single_kind(records: Sequence[Record]) -> str:

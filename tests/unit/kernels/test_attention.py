@@ -1,0 +1,61 @@
+import math
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import attention, attention_reference
+
+
+def _by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> list[float]:
+    rows = []
+    for position, q in enumerate(query.tolist()):
+        last = position + 1 if causal else len(key)
+        scores = [
+            sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q))
+            for k in key.tolist()[:last]
+        ]
+        weights = [math.exp(score) for score in scores]
+        for column in range(value.shape[1]):
+            total = sum(w * v[column] for w, v in zip(weights, value.tolist(), strict=False))
+            rows.append(total / sum(weights))
+    return rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.booleans())
+def test_the_reference_is_the_formula(length: int, width: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(length, width, dtype=torch.float64) for _ in range(3))
+    output = attention_reference(query, key, value, causal=causal)
+    assert output.flatten().tolist() == pytest.approx(_by_hand(query, key, value, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "naive"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_implementations_agree(
+    implementation: Literal["sdpa", "naive"], causal: bool, heads: int, kv_heads: int
+) -> None:
+    torch.manual_seed(1)
+    query = torch.randn(2, heads, 9, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, kv_heads, 9, 8, dtype=torch.float64) for _ in range(2))
+    output = attention(query, key, value, causal=causal, implementation=implementation)
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        expected = attention_reference(
+            query[:, head], key[:, group], value[:, group], causal=causal
+        )
+        torch.testing.assert_close(output[:, head], expected)
+
+
+def test_softmax_is_taken_in_float32() -> None:
+    query, key, value = (torch.full((1, 4096, 1), 1.0, dtype=torch.float16) for _ in range(3))
+    # In float16 the sum of 4096 equal exponentials would be rounded; the mean of ones is one.
+    output = attention_reference(query, key, value, causal=False)
+    assert output.dtype == torch.float16
+    torch.testing.assert_close(output, value, atol=1e-3, rtol=0)
