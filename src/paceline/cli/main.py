@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0
-    command: Verb = tyro.cli(
-        Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
-    )
     try:
+        command: Verb = tyro.cli(
+            Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
+        )
         exit_code = _run(command)
         sys.stdout.flush()
     except PacelineError as error:

@@ -3,7 +3,8 @@
 Phases: spawn one process per rank; each joins a process group through a file in a private
 directory, so that no port is opened for the rendezvous and nothing listens beyond loopback;
 each runs the function and sends its result back; the first failure ends all ranks and
-reaches the caller with that rank's traceback.
+reaches the caller with that rank's traceback. A rank reports before it leaves the group, so
+that the ranks that fail because it left cannot be first.
 """
 
 import datetime
@@ -62,12 +63,13 @@ def run_ranks(
                 processes.append(process)
                 connections.append(receiver)
             return _collect(connections, timeout_s)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process in processes:
-                process.join(timeout=2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.join()
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
@@ -79,16 +81,20 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
         if not ready:
             late = ", ".join(str(rank) for rank in waiting.values())
             raise RankError(f"rank {late} did not finish within {timeout_s:g} s")
+        failures: list[tuple[float, str]] = []
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                succeeded, result = connection.recv()
+                failed_at, result = connection.recv()
             except EOFError:
                 raise RankError(f"rank {rank} ended without a result (killed?)") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} failed:\n{result}")
-            results[rank] = result
+            if failed_at is None:
+                results[rank] = result
+            else:
+                failures.append((failed_at, f"rank {rank} failed:\n{result}"))
+        if failures:
+            raise RankError(min(failures)[1])
     return results
 
 
@@ -116,11 +122,8 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        try:
-            message = (True, function(rank, world_size, *arguments))
-        finally:
-            dist.destroy_process_group()
+        connection.send((None, function(rank, world_size, *arguments)))
+        dist.destroy_process_group()
     except BaseException:
-        message = (False, traceback.format_exc())
-    connection.send(message)
+        connection.send((time.monotonic(), traceback.format_exc()))
     connection.close()

@@ -1,0 +1,242 @@
+"""Every verb through its real entry point, in a process of its own."""
+
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.records.store import decode_record
+
+PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
+TINY = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2"]
+FAST = [*TINY, "--vocab-size", "64", "--context", "16", "--batch", "2", "--device", "cpu"]
+
+
+def paceline(
+    *arguments: str, cwd: pathlib.Path, expected_exit_code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [PACELINE, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert result.returncode == expected_exit_code, result.stderr + result.stdout
+    return result
+
+
+def test_help_is_quick(tmp_path: pathlib.Path) -> None:
+    def cpu_seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    paceline("--help", cwd=tmp_path)  # The first start compiles bytecode.
+    before = cpu_seconds()
+    result = paceline("--help", cwd=tmp_path)
+    assert cpu_seconds() - before < 0.5
+    assert all(verb in result.stdout for verb in ("bench", "report", "env"))
+
+
+def test_version_and_module_entry_point(tmp_path: pathlib.Path) -> None:
+    assert paceline("--version", cwd=tmp_path).stdout.startswith("paceline 0.")
+    module = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, check=True
+    )
+    assert module.stdout.startswith("paceline 0.")
+
+
+def test_bench_step_prints_one_record_and_stores_it(tmp_path: pathlib.Path) -> None:
+    result = paceline(
+        *("bench", "step", *FAST, "--warmup", "1", "--steps", "2", "--phase", "train", "--json"),
+        cwd=tmp_path,
+    )
+    (line,) = result.stdout.splitlines()
+    record = decode_record(line.encode())
+    assert record.outcome == "ok"
+    assert record.case["phase"] == "train"
+    assert len(record.metrics["step_time_s"].samples) == 2
+    assert result.stderr == ""
+    assert (tmp_path / "paceline-records.jsonl").read_text() == result.stdout
+
+
+def test_a_sweep_becomes_a_table_and_plots(tmp_path: pathlib.Path) -> None:
+    store = ["--store", "deep/records.jsonl"]
+    result = paceline(
+        *("bench", "step", *FAST, *store, "--warmup", "0", "1", "--steps", "2"),
+        *("--precision", "float32", "bfloat16"),
+        cwd=tmp_path,
+    )
+    assert "forward (ms)" in result.stdout
+    assert "bfloat16" in result.stdout
+    assert "n/a" in result.stdout  # MFU: the peak of a CPU is in no document.
+
+    markdown = paceline("report", "table", *store, "--format", "markdown", cwd=tmp_path).stdout
+    assert len(markdown.splitlines()) == 2 + 2 + 4
+    csv = paceline("report", "table", *store, "--format", "csv", cwd=tmp_path).stdout
+    assert len(csv.splitlines()) == 1 + 4
+    lines = paceline("report", "table", *store, "--json", cwd=tmp_path).stdout.splitlines()
+    assert len([decode_record(line.encode()) for line in lines]) == 4
+    assert "precision" in paceline("report", "table", *store, cwd=tmp_path).stdout
+
+    drawn = paceline("report", "plot", *store, "--out", "figures", "--json", cwd=tmp_path).stdout
+    paths = [json.loads(line)["path"] for line in drawn.splitlines()]
+    assert len(paths) == 6
+    assert all((tmp_path / path).stat().st_size > 1000 for path in paths)
+    chosen = paceline(
+        *("report", "plot", *store, "--out", "one", "--plot", "warmup"), cwd=tmp_path
+    ).stdout
+    assert chosen.splitlines() == ["one/warmup.png", "one/warmup.svg"]
+
+
+def test_bench_step_variants(tmp_path: pathlib.Path) -> None:
+    result = paceline(
+        *("bench", "step", *FAST, "--warmup", "1", "--steps", "1", "--json"),
+        *("--phase", "forward", "forward-backward", "--precision", "float16"),
+        *("--attention", "naive", "--activation-checkpointing", "full", "--tied-embeddings"),
+        cwd=tmp_path,
+    )
+    records = [decode_record(line.encode()) for line in result.stdout.splitlines()]
+    assert [record.case["phase"] for record in records] == ["forward", "forward-backward"]
+    assert all(record.outcome == "ok" for record in records)
+
+
+@pytest.mark.parametrize("flag", ["--compile", "--compile-blocks"])
+def test_bench_step_compiled(tmp_path: pathlib.Path, flag: str) -> None:
+    result = paceline(
+        *("bench", "step", *FAST, "--warmup", "1", "--steps", "2", "--json", flag), cwd=tmp_path
+    )
+    record = decode_record(result.stdout.encode())
+    assert record.outcome == "ok"
+    assert record.case["compile"] == {"--compile": "whole", "--compile-blocks": "blocks"}[flag]
+
+
+def test_what_cannot_fit_is_skipped_and_what_does_not_fit_is_recorded(
+    tmp_path: pathlib.Path,
+) -> None:
+    result = paceline(
+        *("bench", "step", "--model", "10B", "--memory-limit-gib", "16", "--json"), cwd=tmp_path
+    )
+    record = decode_record(result.stdout.encode())
+    assert record.outcome == "skipped"
+    assert record.reason == "needs at least 191.24 GiB, 16.00 GiB may be used"
+
+    result = paceline(
+        *("bench", "attention", "--head-dim", "16", "--context", "4096", "--batch", "4"),
+        *("--steps", "1", "--warmup", "0", "--memory-limit-gib", "1", "--device", "cpu", "--json"),
+        cwd=tmp_path,
+    )
+    record = decode_record(result.stdout.encode())
+    assert record.outcome == "out_of_memory"
+    assert "allocate" in str(record.reason)
+
+
+@pytest.mark.parametrize("flags", [[], ["--compile"], ["--causal"]])
+def test_bench_attention(tmp_path: pathlib.Path, flags: list[str]) -> None:
+    result = paceline(
+        *("bench", "attention", "--head-dim", "16", "--context", "128", "--batch", "2"),
+        *("--steps", "2", "--warmup", "1", "--device", "cpu", "--json", *flags),
+        cwd=tmp_path,
+    )
+    record = decode_record(result.stdout.encode())
+    assert record.outcome == "ok"
+    assert record.metrics["saved_for_backward_bytes"].value > 0
+
+
+def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
+    result = paceline("env", "--self-test", "--json", cwd=tmp_path)
+    record = decode_record(result.stdout.encode())
+    assert record.case["world_size"] == 2
+    assert record.metrics["all_reduce_time_s"].value > 0
+    assert "gloo" in record.environment.backends
+    table = paceline("env", cwd=tmp_path).stdout
+    assert all(word in table for word in ("torch", "processor", "backends", "links"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "complaint"),
+    [
+        (["bench", "step", "--model", "smal"], 2, "did you mean 'small'"),
+        (["bench", "step", "--model", "small", "--context", "9999"], 2, "--context 9999"),
+        (["bench", "step", "--model"], 2, "nothing to measure"),
+        (["bench", "step", "--steps", "0"], 2, "--steps"),
+        (["bench", "step", "--frobnicate"], 2, "frobnicate"),
+        (["bench"], 2, "step"),
+        (["report", "table", "--store", "none.jsonl"], 1, "none.jsonl: cannot read"),
+        (["report", "plot", "--store", "empty.jsonl", "--out", "x"], 2, "nothing to draw"),
+        (["report", "table", "--store", "damaged.jsonl"], 1, "damaged.jsonl:2: not a valid record"),
+        (["report", "table", "--store", "empty.jsonl"], 2, "no records"),
+    ],
+)
+def test_mistakes_get_one_line_and_a_documented_exit_code(
+    tmp_path: pathlib.Path, arguments: list[str], exit_code: int, complaint: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "damaged.jsonl").write_text("\n{oops}\n")
+    result = paceline(*arguments, cwd=tmp_path, expected_exit_code=exit_code)
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_failing_case_is_recorded_and_fails_the_command(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "records.jsonl").mkdir()
+    result = paceline(
+        *("bench", "step", *FAST, "--warmup", "0", "--steps", "1", "--store", "records.jsonl"),
+        cwd=tmp_path,
+        expected_exit_code=1,
+    )
+    assert "records.jsonl: cannot append a record: Is a directory" in result.stderr
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    process = subprocess.Popen(
+        [PACELINE, "bench", "step", *FAST, "--steps", "100000", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    time.sleep(8)
+    os.killpg(process.pid, signal.SIGINT)
+    _out, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert "Traceback" not in error
+    assert _process_group_ends(process.pid, within_s=5)
+
+
+def _process_group_ends(group: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None:
+    paceline(*("bench", "step", *FAST, "--warmup", "0", "--steps", "1", "--json"), cwd=tmp_path)
+    process = subprocess.Popen(
+        [PACELINE, "report", "table", "--json", "--store", "paceline-records.jsonl"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait() == 141
+    process.stderr.close()

@@ -1,0 +1,32 @@
+"""The programs of examples/ and the Python of the README run as they are printed."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+from paceline.records import RecordStore
+from tests.unit.reports.factory import step_record
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_read_records(tmp_path: pathlib.Path) -> None:
+    store = RecordStore(tmp_path / "records.jsonl")
+    store.append(step_record(seconds=0.5))
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "read_records.py", store.path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "small 1024.0\n"
+
+
+def test_the_readmes_python(tmp_path: pathlib.Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert result.stdout.splitlines()[0] == "128625408"

@@ -1,0 +1,57 @@
+"""Records for tables and plots, made without measuring anything."""
+
+from typing import Any
+
+from paceline.records import Metric, Record, capture_environment, find_kind
+
+ENVIRONMENT = capture_environment()
+
+
+def _record(kind: str, case: dict[str, Any], metrics: dict[str, Metric], outcome: Any) -> Record:
+    defaults: dict[str, Any] = dict.fromkeys(find_kind(kind).case_fields, "x")
+    return Record(
+        kind=kind,
+        case=defaults | case,
+        environment=ENVIRONMENT,
+        metrics=metrics if outcome == "ok" else {},
+        outcome=outcome,
+        reason=None if outcome == "ok" else "a reason",
+    )
+
+
+def step_record(
+    *, seconds: float = 0.1, outcome: str = "ok", utilization: float | None = None, **case: Any
+) -> Record:
+    samples = [seconds * factor for factor in (0.9, 1.0, 1.2)]
+    metrics = {
+        name: Metric.from_samples(samples)
+        for name in ("forward_time_s", "backward_time_s", "optimizer_time_s", "step_time_s")
+    }
+    metrics |= {
+        "tokens_per_s": Metric(value=512 / seconds),
+        "model_flops_per_s": Metric(value=75e9),
+        "memory_after_init_bytes": Metric(value=2**30),
+        "peak_before_optimizer_bytes": Metric(value=3 * 2**30),
+        "peak_after_optimizer_bytes": Metric(value=2 * 2**30),
+    }
+    if utilization is not None:
+        metrics["model_flops_utilization"] = Metric(value=utilization)
+    defaults = {
+        "model": "small",
+        "precision": "float32",
+        "warmup": 5,
+        "context": 128,
+        "batch": 4,
+        "phase": "train",
+    }
+    return _record("step", defaults | case, metrics, outcome)
+
+
+def attention_record(context: int, head_dim: int, outcome: str = "ok") -> Record:
+    metrics = {
+        "forward_time_s": Metric.from_samples([1e-9 * context**2]),
+        "backward_time_s": Metric.from_samples([2e-9 * context**2]),
+        "saved_for_backward_bytes": Metric(value=32 * context**2),
+        "peak_bytes": Metric(value=96 * context**2),
+    }
+    return _record("attention", {"context": context, "head_dim": head_dim}, metrics, outcome)
