@@ -12,7 +12,6 @@ from paceline.cli.output import (
     OutputOptions,
     case_progress,
     print_record,
-    stderr_console,
     stdout_console,
 )
 from paceline.core.errors import UsageError
@@ -80,9 +79,6 @@ def run(command: BenchCommand) -> int:
             progress.next_case()
     if not subject.output.json:
         stdout_console().print(render_rich(records_table(records)))
-    for record in records:
-        if record.outcome not in ("ok", "skipped"):
-            stderr_console().print(f"{record.outcome}: {record.reason}", markup=False)
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 

@@ -24,6 +24,8 @@ class TableCommand:
 
     kind: str | None = None
     """Kind of record to show; needed when the store holds several."""
+    view: Literal["time", "memory"] = "time"
+    """What to show of a step: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
     """rich is for a terminal."""
     store: StoreOptions
@@ -78,9 +80,9 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
     elif command.format == "csv":
         sys.stdout.write(render_csv(records))
     elif command.format == "markdown":
-        sys.stdout.write(render_markdown(records_table(records)))
+        sys.stdout.write(render_markdown(records_table(records, command.view)))
     else:
-        stdout_console().print(render_rich(records_table(records)))
+        stdout_console().print(render_rich(records_table(records, command.view)))
 
 
 def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:

@@ -59,6 +59,7 @@ class Device:
 
 def known_devices() -> tuple[Device, ...]:
     """Returns every device of the table."""
+    # Inside, because the table is made of this module's types.
     from paceline.core.hardware_table import DEVICES
 
     return DEVICES

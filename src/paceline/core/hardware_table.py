@@ -1,4 +1,4 @@
-"""The devices that paceline knows, with the document behind every figure.
+"""The devices that Paceline knows, with the document behind every figure.
 
 Conventions, the same for all:
 

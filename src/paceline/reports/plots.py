@@ -70,8 +70,7 @@ def plot_warmup(records: Sequence[Record]) -> "Figure":
 def plot_precision(records: Sequence[Record]) -> "Figure":
     """Draws the phases of each step by number format."""
     figure, axes = _new_figure("Number formats compared", records)
-    ordered = sorted(records, key=lambda record: str(record.case["model"]))
-    _phase_bars(axes, ordered)
+    _phase_bars(axes, records)
     axes.set_ylabel("time (ms), median ± standard deviation")
     return figure
 
@@ -187,8 +186,13 @@ def _phase_bars(axes: "Axes", records: Sequence[Record]) -> None:
     for place, record in enumerate(records):
         if not record.metrics:
             outcome = record.outcome.replace("_", " ")
-            axes.text(place, 0, outcome, rotation=90, ha="center", va="bottom", fontsize="small")
-    axes.set_xticks(range(len(records)), [describe_case(record, varying) for record in records])
+            axes.annotate(
+                outcome, (place, 0), (0, 6), textcoords="offset points", rotation=90, ha="center"
+            )
+    axes.set_xticks(
+        range(len(records)), [describe_case(record, varying, "\n") for record in records]
+    )
+    axes.set_xlim(-0.6, len(records) - 0.4)
     axes.legend()
 
 

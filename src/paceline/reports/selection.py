@@ -53,11 +53,11 @@ def describe_fields(fields: dict[str, CaseValue]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
 
 
-def describe_case(record: Record, varying: Sequence[str]) -> str:
-    """Names a record by what varies; several words are put on several lines."""
+def describe_case(record: Record, varying: Sequence[str], separator: str = ", ") -> str:
+    """Names a record by what varies."""
     if not varying:
         return str(record.case.get("model", record.kind))
-    return "\n".join(
+    return separator.join(
         str(record.case.get(field))
         if field in ("model", "precision", "phase")
         else f"{field.replace('_', ' ')} {record.case.get(field)}"

@@ -7,15 +7,19 @@ CSV is flat and complete: every case field and every metric of every record, raw
 import csv
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from paceline.core.errors import UsageError
 from paceline.core.units import format_binary_bytes, format_decimal
 from paceline.records import CaseValue, Metric, Record
-from paceline.reports.selection import describe_fields, single_kind, split_fields
+from paceline.reports.selection import describe_case, describe_fields, single_kind, split_fields
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+View = Literal["time", "memory"]
 
 _NOT_APPLICABLE = "n/a"
 
@@ -27,72 +31,100 @@ class Table:
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
+    notes: tuple[str, ...] = ()
+    """Why cases have no numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Column:
+    """One column: the metrics that it joins, and how."""
+
     header: str
     metrics: tuple[str, ...]
-    format: Callable[[Metric], str]
+    format: Callable[[Sequence[Metric]], str]
 
 
-def _milliseconds(metric: Metric) -> str:
-    spread = "" if metric.std is None else f" ± {metric.std * 1e3:.3g}"
-    return f"{metric.value * 1e3:.4g}{spread}"
+def _milliseconds(metrics: Sequence[Metric]) -> str:
+    (metric,) = metrics
+    spread = "" if metric.std is None else f" ± {_three_digits(metric.std * 1e3)}"
+    return f"{_three_digits(metric.value * 1e3)}{spread}"
 
 
-def _bytes(metric: Metric) -> str:
-    return format_binary_bytes(metric.value)
+def _three_digits(value: float) -> str:
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, min(digits, 4))}f}"
 
 
-def _percent(metric: Metric) -> str:
-    return f"{metric.value:.1%}"
+def _largest_bytes(metrics: Sequence[Metric]) -> str:
+    return format_binary_bytes(max(metric.value for metric in metrics))
 
 
-# A column takes the largest of its metrics: a peak is the largest of the peaks of the phases.
-_COLUMNS: dict[str, tuple[_Column, ...]] = {
-    "step": (
-        _Column(header="forward (ms)", metrics=("forward_time_s",), format=_milliseconds),
-        _Column(header="backward (ms)", metrics=("backward_time_s",), format=_milliseconds),
-        _Column(header="optimizer (ms)", metrics=("optimizer_time_s",), format=_milliseconds),
-        _Column(header="step (ms)", metrics=("step_time_s",), format=_milliseconds),
+def _percentages(metrics: Sequence[Metric]) -> str:
+    return " / ".join(f"{metric.value:.1%}" for metric in metrics)
+
+
+def _ratio(metrics: Sequence[Metric]) -> str:
+    (metric,) = metrics
+    return f"{metric.value:.3f} ({metric.low:.3f} to {metric.high:.3f})"
+
+
+def _time_column(name: str) -> _Column:
+    return _Column(header=f"{name} (ms)", metrics=(f"{name}_time_s",), format=_milliseconds)
+
+
+def _bytes_column(header: str, *metrics: str) -> _Column:
+    return _Column(header=header, metrics=metrics, format=_largest_bytes)
+
+
+_COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
+    ("step", "time"): (
+        *(_time_column(name) for name in ("forward", "backward", "optimizer", "step")),
         _Column(
             header="tokens/s",
             metrics=("tokens_per_s",),
-            format=lambda metric: f"{metric.value:,.0f}",
+            format=lambda metrics: f"{metrics[0].value:,.0f}",
         ),
         _Column(
-            header="model FLOP/s",
+            header="FLOP/s",
             metrics=("model_flops_per_s",),
-            format=lambda metric: format_decimal(metric.value, "FLOP/s"),
+            format=lambda metrics: format_decimal(metrics[0].value, ""),
         ),
-        _Column(header="MFU", metrics=("model_flops_utilization",), format=_percent),
         _Column(
-            header="MFU (causal)", metrics=("model_flops_utilization_causal",), format=_percent
+            header="MFU / causal",
+            metrics=("model_flops_utilization", "model_flops_utilization_causal"),
+            format=_percentages,
         ),
-        _Column(header="after init", metrics=("memory_after_init_bytes",), format=_bytes),
-        _Column(
-            header="peak memory",
-            metrics=("peak_before_optimizer_bytes", "peak_after_optimizer_bytes"),
-            format=_bytes,
-        ),
+        _bytes_column("peak", "peak_before_optimizer_bytes", "peak_after_optimizer_bytes"),
     ),
-    "attention": (
-        _Column(header="forward (ms)", metrics=("forward_time_s",), format=_milliseconds),
-        _Column(header="backward (ms)", metrics=("backward_time_s",), format=_milliseconds),
-        _Column(header="saved for backward", metrics=("saved_for_backward_bytes",), format=_bytes),
-        _Column(header="peak memory", metrics=("peak_bytes",), format=_bytes),
+    ("step", "memory"): (
+        _bytes_column("after init", "memory_after_init_bytes"),
+        _bytes_column("before optimizer", "peak_before_optimizer_bytes"),
+        _bytes_column("in optimizer", "peak_after_optimizer_bytes"),
+        _bytes_column("resident after init", "resident_peak_after_init_bytes"),
+        _bytes_column("resident before optimizer", "resident_peak_before_optimizer_bytes"),
+        _bytes_column("resident in optimizer", "resident_peak_after_optimizer_bytes"),
     ),
-    "environment": (
-        _Column(header="all-reduce (ms)", metrics=("all_reduce_time_s",), format=_milliseconds),
+    ("attention", "time"): (
+        _time_column("forward"),
+        _time_column("backward"),
+        _bytes_column("saved for backward", "saved_for_backward_bytes"),
+        _bytes_column("peak", "peak_bytes"),
     ),
+    ("comparison", "time"): (
+        _Column(header="forward ratio", metrics=("forward_ratio",), format=_ratio),
+        _Column(header="backward ratio", metrics=("backward_ratio",), format=_ratio),
+    ),
+    ("environment", "time"): (_time_column("all_reduce"),),
 }
 
 
-def records_table(records: Sequence[Record]) -> Table:
+def records_table(records: Sequence[Record], view: View = "time") -> Table:
     """Makes the table of records of one kind."""
     shared, varying = split_fields(records)
-    columns = _COLUMNS[single_kind(records)]
+    kind = single_kind(records)
+    if (kind, view) not in _COLUMNS:
+        raise UsageError(f"records of kind {kind!r} have no {view} view")
+    columns = _COLUMNS[kind, view]
     rows = tuple(
         (
             *(_case_text(record.case.get(field)) for field in varying),
@@ -107,6 +139,11 @@ def records_table(records: Sequence[Record]) -> Table:
         ),
         rows=rows,
         caption=describe_fields(shared),
+        notes=tuple(
+            f"{describe_case(record, varying)}: {record.outcome.replace('_', ' ')}: {record.reason}"
+            for record in records
+            if record.reason is not None
+        ),
     )
 
 
@@ -120,8 +157,7 @@ def _metric_texts(record: Record, columns: Sequence[_Column]) -> list[str]:
     texts = []
     for column in columns:
         present = [record.metrics[name] for name in column.metrics if name in record.metrics]
-        largest = max(present, key=lambda metric: metric.value, default=None)
-        texts.append(_NOT_APPLICABLE if largest is None else column.format(largest))
+        texts.append(column.format(present) if present else _NOT_APPLICABLE)
     return texts
 
 
@@ -133,6 +169,7 @@ def render_markdown(table: Table) -> str:
         _markdown_row(table.headers),
         _markdown_row(["---"] * len(table.headers)),
         *(_markdown_row(row) for row in table.rows),
+        *(["", *(f"- {note}" for note in table.notes)] if table.notes else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -143,16 +180,17 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 def render_rich(table: Table) -> "Group":
     """Renders a table for a terminal."""
+    from rich.box import SIMPLE
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rendered = RichTable()
+    rendered = RichTable(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for header in table.headers:
-        rendered.add_column(Text(header))
+        rendered.add_column(Text(header), overflow="fold")
     for row in table.rows:
         rendered.add_row(*(Text(cell) for cell in row))
-    return Group(Text(table.caption), rendered)
+    return Group(Text(table.caption), rendered, *(Text(note) for note in table.notes))
 
 
 def render_csv(records: Sequence[Record]) -> str:

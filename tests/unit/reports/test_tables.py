@@ -15,18 +15,28 @@ def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
     assert "batch 4" in table.caption
     assert "model" not in table.caption
     assert table.rows[1][:2] == ("medium", "300 ± 45.8")
-    assert table.rows[0][table.headers.index("peak memory")] == "3.00 GiB"
+    assert table.rows[0][table.headers.index("peak")] == "3.00 GiB"
 
 
 def test_an_unknown_peak_is_not_applicable() -> None:
     table = records_table([step_record(), step_record(model="xl", utilization=0.415)])
-    column = table.headers.index("MFU")
-    assert [row[column] for row in table.rows] == ["n/a", "41.5%"]
+    column = table.headers.index("MFU / causal")
+    assert [row[column] for row in table.rows] == ["n/a", "41.5% / 40.0%"]
+
+
+def test_memory_is_a_view_of_its_own() -> None:
+    table = records_table([step_record()], "memory")
+    assert table.headers[:3] == ("after init", "before optimizer", "in optimizer")
+    assert table.rows[0][:4] == ("1.00 GiB", "3.00 GiB", "2.00 GiB", "n/a")
+    with pytest.raises(UsageError, match="'attention' have no memory view"):
+        records_table([attention_record(256, 16)], "memory")
 
 
 def test_a_case_that_did_not_run_says_so() -> None:
     table = records_table([step_record(), step_record(model="2.7B", outcome="out_of_memory")])
     assert table.rows[1] == ("2.7B", "out of memory", *["-"] * (len(table.headers) - 2))
+    assert table.notes == ("2.7B: out of memory: a reason",)
+    assert render_markdown(table).endswith("\n\n- 2.7B: out of memory: a reason\n")
 
 
 def test_a_shape_without_a_name_shows_its_dimensions() -> None:

@@ -1,0 +1,103 @@
+"""Makes the tables and pictures of the docs from the committed records and the hardware table.
+
+    python scripts/figures.py
+
+A test compares the tables with what is committed, so that docs and records cannot part.
+"""
+
+import pathlib
+import sys
+
+from paceline.core import known_devices
+from paceline.core.units import GB, format_decimal
+from paceline.records import Record, RecordStore, latest_per_case
+from paceline.reports.plots import draw, save_figure
+from paceline.reports.tables import View, records_table, render_markdown
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+TABLES = ROOT / "docs" / "generated"
+IMAGES = ROOT / "docs" / "images"
+
+# Name of the table: store that it is made of, and what it shows.
+TABLE_SOURCES: dict[str, tuple[str, View]] = {
+    "step-sizes": ("step-sizes", "time"),
+    "step-memory": ("step-sizes", "memory"),
+    "step-warmup": ("step-warmup", "time"),
+    "step-precision": ("step-precision", "time"),
+    "step-context": ("step-context", "time"),
+    "attention-naive": ("attention-naive", "time"),
+    "harness-overhead": ("harness-overhead", "time"),
+}
+# Name of the picture: store that it is made of, and kind of plot.
+PICTURE_SOURCES = {
+    "step-time": ("step-sizes", "step-time"),
+    "step-context": ("step-context", "step-time"),
+    "warmup": ("step-warmup", "warmup"),
+    "precision": ("step-precision", "precision"),
+    "attention-time": ("attention-naive", "attention-time"),
+    "attention-memory": ("attention-naive", "attention-memory"),
+}
+
+
+def read(name: str) -> list[Record]:
+    """Returns the newest record of each case of a committed store."""
+    return latest_per_case(RecordStore(RESULTS / f"{name}.jsonl").read())
+
+
+def hardware_tables() -> str:
+    """Returns one table of figures, and one of their sources."""
+    formats = ("bfloat16", "float16", "tfloat32", "float32", "float8")
+    headers = ("device", *formats, "memory", "bandwidth", "links, one direction")
+    lines = [f"| {' | '.join(headers)} |", f"| {' | '.join('---' for _ in headers)} |"]
+    sources = ["| device | figure | source |", "| --- | --- | --- |"]
+    for device in known_devices():
+        peaks = [
+            format_decimal(device.peak_flops[dtype].value, "FLOP/s")
+            if dtype in device.peak_flops
+            else "-"
+            for dtype in formats
+        ]
+        links = "; ".join(
+            f"{link.name} {format_decimal(link.bytes_per_s.value, 'B/s')}" for link in device.links
+        )
+        memory = f"{device.memory_bytes.value / GB:.0f} GB"
+        bandwidth = format_decimal(device.memory_bytes_per_s.value, "B/s")
+        lines.append(
+            f"| `{device.name}` | {' | '.join(peaks)} | {memory} | {bandwidth} | {links} |"
+        )
+        figures = {
+            **device.peak_flops,
+            "memory": device.memory_bytes,
+            "bandwidth": device.memory_bytes_per_s,
+            **{link.name: link.bytes_per_s for link in device.links},
+        }
+        by_source: dict[str, list[str]] = {}
+        for name, figure in figures.items():
+            by_source.setdefault(figure.source, []).append(name)
+        for source, names in by_source.items():
+            sources.append(f"| `{device.name}` | {', '.join(names)} | {source} |")
+    return "\n".join([*lines, "", "### Where each figure is stated", "", *sources]) + "\n"
+
+
+def tables() -> dict[str, str]:
+    """Returns every generated table by its file name."""
+    made = {
+        f"{name}.md": render_markdown(records_table(read(store), view))
+        for name, (store, view) in TABLE_SOURCES.items()
+    }
+    return {**made, "hardware.md": hardware_tables()}
+
+
+def main() -> int:
+    """Writes tables and pictures."""
+    TABLES.mkdir(parents=True, exist_ok=True)
+    for name, text in tables().items():
+        (TABLES / name).write_text(text, encoding="utf-8")
+    for name, (store, plot) in PICTURE_SOURCES.items():
+        save_figure(draw(plot, read(store)), IMAGES, name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
