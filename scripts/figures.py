@@ -11,7 +11,8 @@ import sys
 from paceline.core import known_devices
 from paceline.core.units import GB, format_decimal
 from paceline.records import Record, RecordStore, latest_per_case
-from paceline.reports.plots import draw, save_figure
+from paceline.reports.figures import save_figure
+from paceline.reports.plots import draw
 from paceline.reports.tables import View, records_table, render_markdown
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -8,23 +8,21 @@ whatever else the machine does falls on both. Appends one comparison record to a
 """
 
 import argparse
-import statistics
 import sys
 import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.benchmarks.config import StepSweep
 from paceline.benchmarks.devices import current_environment, describe_place
+from paceline.benchmarks.measure import ratio_metric
 from paceline.benchmarks.step import TrainingStep
 from paceline.core import ModelShape
 from paceline.records import Metric, Record, RecordStore
 
 WARMUP = 3
-BOOTSTRAP_ROUNDS = 4000
 
 
 class BareBlock(nn.Module):
@@ -134,18 +132,6 @@ def bare_step(model: BareModel, inputs: Tensor, targets: Tensor) -> dict[str, fl
         "forward_time_s": forward_ended - started,
         "backward_time_s": time.perf_counter() - forward_ended,
     }
-
-
-def ratio_metric(subject: list[float], baseline: list[float]) -> Metric:
-    """Returns the ratio of the medians with a bootstrap interval over paired rounds."""
-    pairs = np.array([subject, baseline])
-    chosen = np.random.default_rng(0).integers(
-        pairs.shape[1], size=(BOOTSTRAP_ROUNDS, pairs.shape[1])
-    )
-    medians = np.median(pairs[:, chosen], axis=2)
-    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
-    ratio = statistics.median(subject) / statistics.median(baseline)
-    return Metric(value=ratio, low=float(low), high=float(high))
 
 
 def main() -> int:

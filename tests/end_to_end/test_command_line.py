@@ -173,6 +173,10 @@ def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
         (["report", "plot", "--store", "empty.jsonl", "--out", "x"], 2, "nothing to draw"),
         (["report", "table", "--store", "damaged.jsonl"], 1, "damaged.jsonl:2: not a valid record"),
         (["report", "table", "--store", "empty.jsonl"], 2, "no records"),
+        (["report", "table", "--store", "empty.jsonl", "--kind", "stepp"], 2, "--kind stepp"),
+        (["bench", "step", "--model", "xxl"], 2, "can be accounted for but not run"),
+        (["bench", "comm", "--sizes", "10"], 2, "write it like 10MB"),
+        (["lab", "run", "--rate", "fast", "--", "true"], 2, "write it like 2gbit"),
     ],
 )
 def test_mistakes_get_one_line_and_a_documented_exit_code(
@@ -186,7 +190,31 @@ def test_mistakes_get_one_line_and_a_documented_exit_code(
     assert result.stdout == ""
 
 
-def test_a_failing_case_is_recorded_and_fails_the_command(tmp_path: pathlib.Path) -> None:
+def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
+    tmp_path: pathlib.Path,
+) -> None:
+    code = (
+        "import sys\n"
+        "from paceline.benchmarks import sweep\n"
+        "from paceline.cli.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    sweep._GRACE_S = 0.5  # less than it takes to import torch\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "impatient.py").write_text(code)
+    result = subprocess.run(
+        [sys.executable, "impatient.py", "bench", "step", *FAST, "--time-limit-s", "0.1", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    record = decode_record(result.stdout.encode())
+    assert (record.outcome, record.reason) == ("timeout", "stopped after 1 s")
+
+
+def test_a_store_that_cannot_be_written_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "records.jsonl").mkdir()
     result = paceline(
         *("bench", "step", *FAST, "--warmup", "0", "--steps", "1", "--store", "records.jsonl"),

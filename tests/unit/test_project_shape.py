@@ -58,9 +58,19 @@ EXPORTS = {
         "minimum_attention_bytes",
         "minimum_step_bytes",
     },
-    "paceline.kernels": {"AttentionImplementation", "attention", "attention_reference"},
+    "paceline.kernels": {"attention", "attention_reference"},
     "paceline.models": {"TransformerLM", "next_token_loss"},
-    "paceline.parallel": {"RankError", "run_ranks"},
+    "paceline.parallel": {
+        "CollectiveError",
+        "Placement",
+        "RankError",
+        "RankPool",
+        "Session",
+        "distributed_session",
+        "is_launched",
+        "run_ranks",
+    },
+    "paceline.lab": {"Host", "LabError", "LinkShape", "hosts"},
 }
 TORCH_FREE_ROOMS = ("core", "records", "accounting", "planner", "scaling", "lab", "reports", "cli")
 

@@ -4,12 +4,8 @@ They serve to skip what cannot run, so they leave out whatever an implementation
 avoid. A case above its bound may still run out of memory; a case below it always does.
 """
 
-from typing import Literal
-
 from paceline.accounting.parameters import count_parameters
-from paceline.core.specs import BatchShape, ModelShape, Precision, bytes_per_element
-
-Phase = Literal["forward", "forward-backward", "train"]
+from paceline.core.specs import BatchShape, ModelShape, Phase, Precision, bytes_per_element
 
 _ADAM_MOMENTS = 2
 _FLOAT32_BYTES = 4
@@ -18,31 +14,30 @@ _FLOAT32_BYTES = 4
 def minimum_step_bytes(
     shape: ModelShape, batch: BatchShape, precision: Precision, phase: Phase
 ) -> int:
-    """Returns what weights, gradients, Adam's moments and the logits occupy together."""
+    """Returns what weights and Adam's moments occupy, and the larger of logits and gradients.
+
+    From the second step on, weights and moments are always there. Logits are gone when the last
+    gradients appear, and the gradients of the last step when the logits do.
+    """
     num_parameters = count_parameters(shape).total
-    per_parameter = bytes_per_element(precision.parameters)
-    if phase != "forward":
-        per_parameter += bytes_per_element(precision.gradients)
+    resident = bytes_per_element(precision.parameters)
     if phase == "train":
-        per_parameter += _ADAM_MOMENTS * bytes_per_element(precision.optimizer_state)
-        per_parameter += _FLOAT32_BYTES if precision.master_weights else 0
-    states = num_parameters * per_parameter
+        resident += _ADAM_MOMENTS * bytes_per_element(precision.optimizer_state)
+        resident += _FLOAT32_BYTES if precision.master_weights else 0
+    gradients = 0 if phase == "forward" else bytes_per_element(precision.gradients)
     logits = batch.tokens_per_pass * shape.vocab_size * bytes_per_element(precision.compute)
-    # The optimizer's moments and the logits need not exist at the same instant before the
-    # first step, but from the second step on they do.
-    return states + logits
+    return num_parameters * resident + max(num_parameters * gradients, logits)
 
 
 def minimum_attention_bytes(
-    batch: BatchShape, head_dim: int, element_bytes: int, *, backward: bool
+    batch: BatchShape, head_dim: int, element_bytes: int, *, compiled: bool
 ) -> int:
-    """Returns what attention that stores its scores needs, one head per sequence.
+    """Returns what both passes of attention that stores its scores need, one head per sequence.
 
-    Scores and probabilities exist together when softmax is taken; in backward, the
-    probabilities, their gradient and that of the scores do.
+    In backward, the probabilities, their gradient and that of the scores exist together, beside
+    query, key, value, output, its gradient and the first input's. A compiled backward may write
+    the scores' gradient over that of the probabilities.
     """
     scores = batch.num_sequences * batch.context_length**2 * element_bytes
     vectors = batch.tokens_per_pass * head_dim * element_bytes
-    if backward:
-        return 3 * scores + 8 * vectors
-    return 2 * scores + 4 * vectors
+    return (2 if compiled else 3) * scores + (4 if compiled else 6) * vectors

@@ -4,17 +4,11 @@ import torch
 from torch import Tensor
 
 from paceline.benchmarks.config import AttentionCase
-from paceline.benchmarks.devices import Place, resolve_device
+from paceline.benchmarks.devices import TORCH_DTYPES, Place, resolve_device
 from paceline.benchmarks.measure import Progress, Stopwatch, sample
 from paceline.benchmarks.memory import resident_peak_bytes, step_peaks
 from paceline.kernels import attention_reference
 from paceline.records.schema import CaseValue, Metric
-
-_TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class AttentionRun:
@@ -28,7 +22,7 @@ class AttentionRun:
         )
         torch.manual_seed(0)
         size = (case.batch.num_sequences, case.batch.context_length, case.head_dim)
-        dtype = _TORCH_DTYPES[case.dtype]
+        dtype = TORCH_DTYPES[case.dtype]
         self.inputs = [
             torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
         ]

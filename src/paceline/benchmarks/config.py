@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from typing import Literal
 
 from paceline.core.errors import ShapeError, UsageError
+from paceline.core.operations import Operation
 from paceline.core.presets import model_preset
-from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Phase,
+    require_buildable,
+)
+from paceline.core.units import parse_bytes
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-Phase = Literal["forward", "forward-backward", "train"]
 PrecisionName = Literal["float32", "bfloat16", "float16"]
 Compilation = Literal["none", "blocks", "whole"]
 
@@ -26,11 +33,12 @@ class RunLimits:
     """Memory that one case may take, in GiB; by default most of what is free. On CUDA it only
     decides what is skipped: the device itself says when it is full."""
     time_limit_s: float = 300.0
-    """Seconds of measuring per case; what was sampled by then is the result."""
+    """Seconds of warm-up and measuring per case; what was sampled by then, at least once, is the
+    result."""
 
     def __post_init__(self) -> None:
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise UsageError("--memory-limit-gib must be positive")
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < 2**30:
+            raise UsageError("--memory-limit-gib must be positive and finite")
         if not self.time_limit_s > 0:
             raise UsageError("--time-limit-s must be positive")
 
@@ -78,7 +86,7 @@ class StepCase:
     precision: PrecisionName
     compilation: Compilation
     activation_checkpointing: Literal["none", "full"]
-    attention: Literal["sdpa", "naive"]
+    attention: AttentionImplementation
     device: DeviceName
     warmup: int
     steps: int
@@ -105,7 +113,7 @@ class StepSweep:
     """Compile each block on its own."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
-    attention: Literal["sdpa", "naive"] = "sdpa"
+    attention: AttentionImplementation = "sdpa"
     """Torch's fused attention, or one that stores all scores."""
     warmup: tuple[int, ...] = (5,)
     """Steps to run before measuring."""
@@ -130,6 +138,7 @@ class StepSweep:
             self.model, self.context, self.phase, self.precision, self.warmup
         ):
             label, shape = self.shape.apply(name)
+            require_buildable(shape)
             if context > shape.max_context_length:
                 raise ShapeError(
                     f"--context {context} is longer than the {shape.max_context_length} tokens "
@@ -209,6 +218,59 @@ class AttentionSweep:
                 steps=self.steps,
                 time_limit_s=self.limits.time_limit_s,
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationCase:
+    """One collective to measure."""
+
+    operation: Operation
+    size_bytes: int
+    warmup: int
+    steps: int
+    time_limit_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationSweep:
+    """Time collectives by size and number of ranks."""
+
+    operations: tuple[Operation, ...] = ("all_reduce",)
+    """Collectives to measure."""
+    sizes: tuple[str, ...] = ("1MB", "10MB", "100MB", "1GB")
+    """Message sizes; MB is 10^6 bytes, MiB 2^20."""
+    world_sizes: tuple[int, ...] = ()
+    """Numbers of ranks to start, by default 2 and 4; under torchrun, Slurm or the lab the ranks
+    are there already, and this must be left out."""
+    warmup: int = 3
+    """Calls to run before measuring, at least one."""
+    steps: int = 20
+    """Calls to measure."""
+    device: DeviceName = "auto"
+    """cuda measures NCCL between GPUs, cpu gloo."""
+    time_limit_s: float = 20.0
+    """Seconds of measuring per case; fewer calls are measured where they would take longer."""
+    timeout_s: float = 120.0
+    """Seconds after which a collective that makes no progress is an error."""
+
+    def __post_init__(self) -> None:
+        _require_counts(warmup=(self.warmup,), steps=self.steps)
+        if min(self.world_sizes, default=2) < 2:
+            raise UsageError("--world-sizes must be at least 2")
+        if not (self.time_limit_s > 0 and self.timeout_s > 0):
+            raise UsageError("--time-limit-s and --timeout-s must be positive")
+
+    def cases(self) -> Iterator[CommunicationCase]:
+        """Yields every combination of operation and size, smallest first."""
+        for operation in self.operations:
+            for size_bytes in sorted(parse_bytes(size) for size in self.sizes):
+                yield CommunicationCase(
+                    operation=operation,
+                    size_bytes=size_bytes,
+                    warmup=self.warmup,
+                    steps=self.steps,
+                    time_limit_s=self.time_limit_s,
+                )
 
 
 def _require_counts(*, warmup: tuple[int, ...], steps: int) -> None:

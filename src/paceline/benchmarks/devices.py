@@ -10,7 +10,14 @@ from paceline.core.errors import HardwareError, UsageError
 from paceline.core.hardware import find_device
 from paceline.core.specs import DType, Precision
 from paceline.records.environment import Environment, capture_environment, processor_name
+from paceline.records.links import link_case_fields
 from paceline.records.schema import CaseValue
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +32,8 @@ class Place:
     """Threads that a CPU operation may use."""
 
     def as_case(self) -> dict[str, CaseValue]:
-        """Returns the fields of a record's case."""
-        return dict(dataclasses.asdict(self))
+        """Returns the fields of a record's case, with the links where the lab shapes them."""
+        return {**dataclasses.asdict(self), **link_case_fields()}
 
 
 def resolve_device(name: str) -> torch.device:

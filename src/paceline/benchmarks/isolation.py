@@ -103,7 +103,10 @@ def _child_main(
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if memory_limit_bytes is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, hard))
+        limit = (
+            memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
+        )
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
     def report_progress(completed: int, total: int) -> None:
         connection.send(("progress", completed, total))

@@ -6,11 +6,15 @@ out of the samples.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from paceline.benchmarks.devices import synchronize
+from paceline.records.schema import Metric
+
+_BOOTSTRAP_DRAWS = 4000
 
 Laps = Mapping[str, float]
 Progress = Callable[[int, int], None]
@@ -42,11 +46,13 @@ def sample(
 ) -> dict[str, list[float]]:
     """Runs `warmup` times unmeasured, then up to `steps` times, and gathers the laps.
 
-    Stops early, with at least one sample, once `time_limit_s` has passed.
+    Once `time_limit_s` has passed, warm-up ends, and so does measuring after at least one sample.
     """
     deadline = time.monotonic() + time_limit_s
     total = warmup + steps
     for completed in range(warmup):
+        if completed and time.monotonic() > deadline:
+            break
         run()
         on_progress(completed + 1, total)
     samples: dict[str, list[float]] = {}
@@ -57,3 +63,18 @@ def sample(
         if time.monotonic() > deadline:
             break
     return samples
+
+
+def ratio_metric(subject: Sequence[float], baseline: Sequence[float]) -> Metric:
+    """Returns the ratio of two medians, with a bootstrap interval over paired rounds.
+
+    The samples of one round were taken one after the other, so they are drawn together:
+    what slowed both is not mistaken for a difference.
+    """
+    pairs = np.array([subject, baseline])
+    num_rounds = pairs.shape[1]
+    chosen = np.random.default_rng(0).integers(num_rounds, size=(_BOOTSTRAP_DRAWS, num_rounds))
+    medians = np.median(pairs[:, chosen], axis=2)
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    ratio = float(np.median(pairs[0]) / np.median(pairs[1]))
+    return Metric(value=ratio, low=min(float(low), ratio), high=max(float(high), ratio))

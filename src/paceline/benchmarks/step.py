@@ -13,7 +13,13 @@ from torch import Tensor
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.benchmarks.config import StepCase
-from paceline.benchmarks.devices import Place, describe_place, peak_flops, resolve_device
+from paceline.benchmarks.devices import (
+    TORCH_DTYPES,
+    Place,
+    describe_place,
+    peak_flops,
+    resolve_device,
+)
 from paceline.benchmarks.measure import Progress, Stopwatch, sample
 from paceline.benchmarks.memory import (
     reset_resident_peak,
@@ -26,7 +32,6 @@ from paceline.models import TransformerLM, next_token_loss
 from paceline.records.schema import CaseValue, Metric
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TrainingStep:
@@ -35,7 +40,8 @@ class TrainingStep:
     def __init__(self, case: StepCase, device: torch.device) -> None:
         self.device = device
         self.phase = case.phase
-        self._autocast_dtype = _TORCH_DTYPES.get(case.precision)
+        precision = precision_preset(case.precision)
+        self._autocast_dtype = TORCH_DTYPES[precision.compute] if precision.autocast else None
         # Seeded, so that two runs of a case measure the same numbers as well as the same shape.
         torch.manual_seed(0)
         with device:

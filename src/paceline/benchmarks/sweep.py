@@ -65,7 +65,7 @@ def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[
         measure=measure_attention,
         case_fields=attention_case_fields,
         minimum_bytes=lambda case: minimum_attention_bytes(
-            case.batch, case.head_dim, bytes_per_element(case.dtype), backward=True
+            case.batch, case.head_dim, bytes_per_element(case.dtype), compiled=case.compiled
         ),
     )
     for case in sweep.cases():

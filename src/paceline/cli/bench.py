@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.config import AttentionSweep, StepSweep
+from paceline.benchmarks.config import AttentionSweep, CommunicationSweep, StepSweep
 from paceline.cli.output import (
     OutputOptions,
     case_progress,
@@ -49,12 +49,22 @@ class AttentionCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationCommand:
+    """Time collectives, and fit their latency and bandwidth."""
+
+    sweep: CommunicationSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Measure one part of training and append the records to a store."""
 
     subject: (
         Annotated[StepCommand, tyro.conf.subcommand("step")]
         | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
+        | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
     )
 
 
@@ -78,13 +88,21 @@ def run(command: BenchCommand) -> int:
                 print_record(record)
             progress.next_case()
     if not subject.output.json:
-        stdout_console().print(render_rich(records_table(records)))
+        for kind in dict.fromkeys(record.kind for record in records):
+            chosen = [record for record in records if record.kind == kind]
+            stdout_console().print(render_rich(records_table(chosen)))
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 
 def _records(
-    subject: StepCommand | AttentionCommand, on_progress: Callable[[int, int], None]
+    subject: StepCommand | AttentionCommand | CommunicationCommand,
+    on_progress: Callable[[int, int], None],
 ) -> "Iterator[Record]":
+    if isinstance(subject, CommunicationCommand):
+        from paceline.benchmarks.communication_sweep import communication_records
+
+        return communication_records(subject.sweep)
+
     from paceline.benchmarks.sweep import attention_records, step_records
 
     if isinstance(subject, StepCommand):

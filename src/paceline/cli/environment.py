@@ -59,7 +59,8 @@ def _self_test(backend: str) -> "Metric":
     from paceline.parallel.self_test import all_reduce_self_test
     from paceline.records import Metric
 
-    return Metric.from_samples(run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend))
+    times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)
+    return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])
 
 
 def _print_table(record: "Record", links: list[str]) -> None:

@@ -15,7 +15,9 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.records import Record
 
-PlotName = Literal["step-time", "warmup", "precision", "attention-time", "attention-memory"]
+PlotName = Literal[
+    "step-time", "warmup", "precision", "attention-time", "attention-memory", "communication"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +27,9 @@ class TableCommand:
     kind: str | None = None
     """Kind of record to show; needed when the store holds several."""
     view: Literal["time", "memory"] = "time"
-    """What to show of a step: times and rates, or memory at three points."""
+    """What rich and markdown show of a step: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
-    """rich is for a terminal."""
+    """rich is for a terminal; with --json this is not used."""
     store: StoreOptions
     output: OutputOptions
 
@@ -72,6 +74,10 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
     from paceline.reports.tables import records_table, render_csv, render_markdown, render_rich
 
     if command.kind is not None:
+        kinds = sorted({record.kind for record in records})
+        if command.kind not in kinds:
+            found = ", ".join(kinds) or "nothing"
+            raise UsageError(f"--kind {command.kind}: the store has {found}")
         records = [record for record in records if record.kind == command.kind]
     single_kind(records)
     if command.output.json:
@@ -86,7 +92,8 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
 
 
 def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
-    from paceline.reports.plots import draw, drawable_plots, save_figure
+    from paceline.reports.figures import save_figure
+    from paceline.reports.plots import draw, drawable_plots
 
     names = command.plot or drawable_plots(records)
     if not names:

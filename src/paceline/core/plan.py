@@ -7,10 +7,16 @@ and measurement can be laid side by side without a table of translations.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 from paceline.core.errors import ShapeError
-from paceline.core.specs import BatchShape, ModelShape, Precision
+from paceline.core.specs import (
+    BatchShape,
+    ModelShape,
+    Precision,
+    require_at_least,
+    require_choice,
+)
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -46,20 +52,23 @@ class ParallelLayout:
     """Gradient bucket cap in MiB, as in torch; None for the strategy's own choice."""
 
     def __post_init__(self) -> None:
-        for field in ("replicate", "shard", "tensor", "pipeline", "context", "pipeline_interleave"):
-            if getattr(self, field) < 1:
-                raise ShapeError(
-                    f"ParallelLayout.{field} is {getattr(self, field)}; it must be at least 1"
-                )
-        for field, choices in (
-            ("sharding", Sharding),
-            ("activation_checkpointing", ActivationCheckpointing),
-        ):
-            if getattr(self, field) not in get_args(choices):
-                raise ShapeError(
-                    f"ParallelLayout.{field} is {getattr(self, field)!r}; "
-                    f"it must be one of {', '.join(get_args(choices))}"
-                )
+        require_at_least(
+            "ParallelLayout",
+            1,
+            replicate=self.replicate,
+            shard=self.shard,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+            pipeline_interleave=self.pipeline_interleave,
+        )
+        require_choice("ParallelLayout", "sharding", self.sharding, Sharding)
+        require_choice(
+            "ParallelLayout",
+            "activation_checkpointing",
+            self.activation_checkpointing,
+            ActivationCheckpointing,
+        )
         if self.shard > 1 and self.sharding == "none":
             raise ShapeError(
                 f"ParallelLayout.shard is {self.shard} but sharding is 'none'; "

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 from paceline.core.errors import ShapeError, UsageError
 
+Phase = Literal["forward", "forward-backward", "train"]
+AttentionImplementation = Literal["sdpa", "naive"]
 DType = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8"]
 FeedForward = Literal["swiglu", "gelu", "linear"]
 Norm = Literal["rmsnorm", "layernorm", "none"]
@@ -31,13 +33,15 @@ def bytes_per_element(dtype: DType) -> int:
     return _BYTES_PER_ELEMENT[dtype]
 
 
-def _require_choice(owner: str, field: str, value: str, choices: object) -> None:
+def require_choice(owner: str, field: str, value: str, choices: object) -> None:
+    """Refuses a value that is none of a literal's choices, naming its field."""
     if value not in get_args(choices):
         names = ", ".join(get_args(choices))
         raise ShapeError(f"{owner}.{field} is {value!r}; it must be one of {names}")
 
 
-def _require_at_least(owner: str, minimum: int, **fields: int) -> None:
+def require_at_least(owner: str, minimum: int, **fields: int) -> None:
+    """Refuses numbers below a minimum, naming the first such field."""
     for field, value in fields.items():
         if value < minimum:
             raise ShapeError(f"{owner}.{field} is {value}; it must be at least {minimum}")
@@ -84,10 +88,10 @@ class ModelShape:
     """Added to the mean square before its root is taken."""
 
     def __post_init__(self) -> None:
-        _require_choice("ModelShape", "feed_forward", self.feed_forward, FeedForward)
-        _require_choice("ModelShape", "norm", self.norm, Norm)
-        _require_choice("ModelShape", "positions", self.positions, Positions)
-        _require_at_least(
+        require_choice("ModelShape", "feed_forward", self.feed_forward, FeedForward)
+        require_choice("ModelShape", "norm", self.norm, Norm)
+        require_choice("ModelShape", "positions", self.positions, Positions)
+        require_at_least(
             "ModelShape",
             1,
             d_model=self.d_model,
@@ -95,7 +99,7 @@ class ModelShape:
             num_layers=self.num_layers,
             max_context_length=self.max_context_length,
         )
-        _require_at_least("ModelShape", 0, vocab_size=self.vocab_size, num_heads=self.num_heads)
+        require_at_least("ModelShape", 0, vocab_size=self.vocab_size, num_heads=self.num_heads)
         if self.num_heads > 0:
             self._validate_heads()
         if self.rope_theta <= 0 or self.norm_epsilon <= 0:
@@ -107,7 +111,7 @@ class ModelShape:
                 f"ModelShape.d_model {self.d_model} is not divisible by num_heads "
                 f"{self.num_heads}; change one of them or give head_dim"
             )
-        _require_at_least(
+        require_at_least(
             "ModelShape", 1, num_kv_heads=self.key_value_heads, head_dim=self.head_width
         )
         if self.num_heads % self.key_value_heads:
@@ -144,6 +148,29 @@ class ModelShape:
         return self.key_value_heads * self.head_width
 
 
+# What `paceline.models.TransformerLM` builds; it is here so that a sweep can refuse a shape
+# without loading torch.
+_BUILDABLE = {
+    "feed_forward": "swiglu",
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "biases": False,
+}
+
+
+def require_buildable(shape: ModelShape) -> None:
+    """Refuses a shape that can be accounted for but not run, naming the field."""
+    for field, buildable in _BUILDABLE.items():
+        value = getattr(shape, field)
+        if value != buildable:
+            raise ShapeError(
+                f"TransformerLM cannot build {field}={value!r}, only {buildable!r}; "
+                "this shape can be accounted for but not run"
+            )
+    if not shape.num_heads or not shape.vocab_size:
+        raise ShapeError("TransformerLM needs attention heads and a vocabulary")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """What one data-parallel rank processes between two optimizer steps."""
@@ -156,7 +183,7 @@ class BatchShape:
     """Forward and backward passes per optimizer step."""
 
     def __post_init__(self) -> None:
-        _require_at_least("BatchShape", 1, **dataclasses.asdict(self))
+        require_at_least("BatchShape", 1, **dataclasses.asdict(self))
 
     @property
     def tokens_per_pass(self) -> int:
@@ -190,7 +217,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field in ("parameters", "compute", "gradients", "reduction", "optimizer_state"):
-            _require_choice("Precision", field, getattr(self, field), DType)
+            require_choice("Precision", field, getattr(self, field), DType)
 
 
 # A name stands for what people mean by it: the low formats are autocast over float32 weights.

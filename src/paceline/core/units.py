@@ -5,12 +5,27 @@ the two differ by a tenth, enough to change how many devices a model needs. Ever
 here says in its name which one it speaks.
 """
 
+import re
+
+from paceline.core.errors import UsageError
+
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
+_UNITS = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "kib": KIB, "mib": MIB, "gib": GIB}
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a size such as ``10MB`` or ``25MiB`` as bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(
+            f"cannot read the size {text!r}; write it like 10MB (10^6 bytes) or 10MiB (2^20)"
+        )
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
 def format_binary_bytes(num_bytes: float) -> str:
@@ -23,6 +38,7 @@ def format_binary_bytes(num_bytes: float) -> str:
 
 def format_decimal(value: float, unit: str) -> str:
     """Formats a value with a decimal prefix, such as ``75.2 GFLOP/s``."""
+    value = _round_to_three_digits(value)
     for step, prefix in _DECIMAL_STEPS:
         if abs(value) >= step:
             return f"{value / step:.3g} {prefix}{unit}"
@@ -31,7 +47,13 @@ def format_decimal(value: float, unit: str) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Formats a duration in the largest unit that keeps it at or above one."""
+    seconds = _round_to_three_digits(seconds)
     for step, suffix in _TIME_STEPS:
         if abs(seconds) >= step:
             return f"{seconds / step:.3g} {suffix}"
     return f"{seconds:.3g} s"
+
+
+def _round_to_three_digits(value: float) -> float:
+    # Before the unit is chosen: 999.9 million are a billion to three digits.
+    return float(f"{value:.3g}")

@@ -1,14 +1,11 @@
 """The attention that the model calls, by the name of what computes it."""
 
-from typing import Literal
-
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from paceline.core.specs import AttentionImplementation
 from paceline.kernels.attention_reference import attention_reference
-
-AttentionImplementation = Literal["sdpa", "naive"]
 
 
 def attention(

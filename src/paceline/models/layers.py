@@ -4,13 +4,15 @@ Whatever the surrounding precision, norms and rotations are computed in float32:
 and small angles are what sixteen-bit formats lose first.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from paceline.core.specs import ModelShape
-from paceline.kernels.attention import AttentionImplementation, attention
+from paceline.core.specs import AttentionImplementation, ModelShape
+from paceline.kernels.attention import attention
 
 
 class RMSNorm(nn.Module):
@@ -56,6 +58,15 @@ class RotaryPositions(nn.Module):
         angles = torch.outer(positions, frequencies)
         self.cosine.copy_(angles.cos())
         self.sine.copy_(angles.sin())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryPositions":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Moving the model to sixteen bits must not round the tables.
+        if self.cosine.dtype != torch.float32:
+            self.cosine = torch.empty_like(self.cosine, dtype=torch.float32)
+            self.sine = torch.empty_like(self.sine, dtype=torch.float32)
+            self.reset_buffers()
+        return self
 
     def forward(
         self, x: Float[Tensor, "batch heads sequence head_dim"]

@@ -17,16 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import ShapeError
-from paceline.core.specs import ModelShape
-from paceline.kernels.attention import AttentionImplementation
+from paceline.core.specs import AttentionImplementation, ModelShape, require_buildable
 from paceline.models.layers import CausalSelfAttention, RMSNorm, RotaryPositions, SwiGLU
-
-_BUILDABLE = {
-    "feed_forward": "swiglu",
-    "norm": "rmsnorm",
-    "positions": "rotary",
-    "biases": False,
-}
 
 
 class TransformerBlock(nn.Module):
@@ -65,7 +57,7 @@ class TransformerLM(nn.Module):
         activation_checkpointing: Literal["none", "full"] = "none",
     ) -> None:
         super().__init__()
-        _require_buildable(shape)
+        require_buildable(shape)
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
@@ -77,14 +69,15 @@ class TransformerLM(nn.Module):
         )
         self.final_norm = RMSNorm(shape.d_model, shape.norm_epsilon)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-        if shape.tied_embeddings:
-            self.head.weight = self.embedding.weight
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialises weights and tables in place; needed after leaving the meta device."""
         shape = self.shape
+        if shape.tied_embeddings:
+            # Here and not only at first: leaving the meta device unties what was tied.
+            self.head.weight = self.embedding.weight
         self.positions.reset_buffers()
         # Drawn first: when tied, the output layer's smaller scale below is the one that counts.
         nn.init.trunc_normal_(self.embedding.weight, std=1.0, a=-3.0, b=3.0)
@@ -142,15 +135,3 @@ def next_token_loss(
 def _initialize(linear: nn.Linear, scale: float = 1.0) -> None:
     std = scale / math.sqrt(linear.in_features)
     nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
-
-
-def _require_buildable(shape: ModelShape) -> None:
-    for field, buildable in _BUILDABLE.items():
-        value = getattr(shape, field)
-        if value != buildable:
-            raise ShapeError(
-                f"TransformerLM cannot build {field}={value!r}, only {buildable!r}; "
-                "this shape can be accounted for but not run"
-            )
-    if not shape.num_heads or not shape.vocab_size:
-        raise ShapeError("TransformerLM needs attention heads and a vocabulary")

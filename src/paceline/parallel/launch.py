@@ -1,29 +1,27 @@
-"""Starting ranks on this machine from a plain script.
+"""Starting ranks on this machine from a plain program, to run functions on them.
 
 Phases: spawn one process per rank; each joins a process group through a file in a private
 directory, so that no port is opened for the rendezvous and nothing listens beyond loopback;
-each runs the function and sends its result back; the first failure ends all ranks and
-reaches the caller with that rank's traceback. A rank reports before it leaves the group, so
-that the ranks that fail because it left cannot be first.
+each runs the functions that it is sent and sends the results back. The first failure ends
+all ranks and reaches the caller with that rank's traceback. A rank reports before it leaves
+the group, so that the ranks that fail because it left cannot be first.
 """
 
-import datetime
+import math
 import multiprocessing
 import os
 import pathlib
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent
-
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+from paceline.records.environment import threads_per_rank
 
 
 class RankError(PacelineError):
@@ -43,59 +41,118 @@ def run_ranks(
     importable. Returns the results by rank; raises `RankError` with the traceback of the
     first rank that failed.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as directory:
-        rendezvous = (pathlib.Path(directory) / "rendezvous").as_uri()
-        processes: list[SpawnProcess] = []
-        connections: list[Connection] = []
+    with RankPool(world_size, backend=backend, timeout_s=timeout_s) as pool:
+        return pool.run(function, *arguments)
+
+
+class RankPool:
+    """Ranks that stay, so that running a second function costs milliseconds.
+
+    Starting ranks takes seconds, nearly all of it importing torch. After a failure the ranks
+    are gone, and the next `run` starts new ones.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", timeout_s: float = 120.0) -> None:
+        self.world_size = world_size
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Runs ``function(rank, world_size, *arguments)`` on every rank; results by rank."""
+        if not self._processes:
+            self._start()
         try:
-            for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
+            for connection in self._connections:
+                connection.send((function, arguments))
+            return self._collect()
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Ends the ranks in an orderly way."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
+        rendezvous = str(pathlib.Path(self._directory.name) / "rendezvous")
+        try:
+            for rank in range(self.world_size):
+                own_end, ranks_end = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(sender, os.getpid(), rendezvous, rank, world_size, backend, timeout_s),
-                    kwargs={"function": function, "arguments": arguments},
+                    args=(
+                        ranks_end,
+                        os.getpid(),
+                        rendezvous,
+                        rank,
+                        self.world_size,
+                        self._backend,
+                        self._timeout_s,
+                    ),
                     daemon=True,
                     name=f"paceline-rank-{rank}",
                 )
                 process.start()
-                sender.close()
-                processes.append(process)
-                connections.append(receiver)
-            return _collect(connections, timeout_s)
+                ranks_end.close()
+                self._processes.append(process)
+                self._connections.append(own_end)
         except BaseException:
-            for process in processes:
-                process.kill()
+            self._kill()
             raise
-        finally:
-            for process in processes:
-                process.join()
 
+    def _collect(self) -> list[Any]:
+        deadline = time.monotonic() + self._timeout_s
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        results: list[Any] = [None] * self.world_size
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank) for rank in waiting.values())
+                raise RankError(f"rank {late} did not finish within {self._timeout_s:g} s")
+            failures: list[tuple[float, str]] = []
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    failed_at, result = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    # Last among the failures: a rank that could say why is worth more.
+                    failed_at, result = math.inf, "it ended without a result (killed?)"
+                if failed_at is None:
+                    results[rank] = result
+                else:
+                    failures.append((failed_at, f"rank {rank} failed: {result}"))
+            if failures:
+                raise RankError(min(failures)[1])
+        return results
 
-def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
-    waiting = dict(zip(connections, range(len(connections)), strict=True))
-    results: list[Any] = [None] * len(connections)
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = ", ".join(str(rank) for rank in waiting.values())
-            raise RankError(f"rank {late} did not finish within {timeout_s:g} s")
-        failures: list[tuple[float, str]] = []
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = waiting.pop(connection)
-            try:
-                failed_at, result = connection.recv()
-            except EOFError:
-                raise RankError(f"rank {rank} ended without a result (killed?)") from None
-            if failed_at is None:
-                results[rank] = result
-            else:
-                failures.append((failed_at, f"rank {rank} failed:\n{result}"))
-        if failures:
-            raise RankError(min(failures)[1])
-    return results
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
 
 
 def _rank_main(
@@ -106,24 +163,51 @@ def _rank_main(
     world_size: int,
     backend: str,
     timeout_s: float,
-    *,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
 ) -> None:
     die_with_parent(parent_pid)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     try:
-        import torch.distributed as dist
-
-        dist.init_process_group(
-            backend,
-            init_method=rendezvous,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        connection.send((None, function(rank, world_size, *arguments)))
-        dist.destroy_process_group()
+        _serve(connection, rendezvous, rank, world_size, backend, timeout_s)
+    except EOFError:
+        pass  # The pool was closed.
     except BaseException:
-        connection.send((time.monotonic(), traceback.format_exc()))
+        connection.send((time.monotonic(), "\n" + traceback.format_exc()))
     connection.close()
+
+
+def _serve(
+    connection: Connection,
+    rendezvous: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from paceline.parallel.placement import Placement
+    from paceline.parallel.process_group import RENDEZVOUS_FILE, join_process_group
+
+    os.environ[RENDEZVOUS_FILE] = rendezvous
+    torch.set_num_threads(threads_per_rank(world_size))
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    placement = Placement(
+        launcher="spawn",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        host=0,
+        num_hosts=1,
+    )
+    join_process_group(placement, backend, device, timeout_s)
+    try:
+        while True:
+            function, arguments = connection.recv()
+            connection.send((None, function(rank, world_size, *arguments)))
+    except EOFError:
+        dist.destroy_process_group()
+        raise

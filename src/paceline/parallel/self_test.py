@@ -8,22 +8,30 @@ import torch.distributed as dist
 from paceline.core.errors import PacelineError
 
 _NUM_ELEMENTS = 262_144
+_REPETITIONS = 6
 
 
-def all_reduce_self_test(rank: int, world_size: int) -> float:
-    """All-reduces 1 MiB, checks every element, and returns the seconds of a warm call."""
+def all_reduce_self_test(rank: int, world_size: int) -> list[float]:
+    """All-reduces 1 MiB a few times, checks every element, and returns the seconds of each."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     expected = float(sum(range(1, world_size + 1)))
-    seconds = 0.0
-    for _ in range(3):
+    seconds = []
+    for _ in range(_REPETITIONS):
         values = torch.full((_NUM_ELEMENTS,), float(rank + 1), device=device)
+        dist.barrier()
+        _wait_for(device)
         started = time.perf_counter()
         dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
+        _wait_for(device)
+        seconds.append(time.perf_counter() - started)
         if not bool((values == expected).all()):
             raise PacelineError(
                 f"rank {rank}: the all-reduce gave {values[0].item()}, expected {expected}"
             )
-    return seconds
+    # The first one sets the connection up.
+    return seconds[1:]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

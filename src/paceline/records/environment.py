@@ -87,6 +87,11 @@ def available_processors() -> int:
     return os.cpu_count() or 1
 
 
+def threads_per_rank(world_size: int) -> int:
+    """Returns the threads for each of several ranks, so that together they fill the machine."""
+    return max(1, available_processors() // world_size)
+
+
 def physical_memory_bytes() -> int | None:
     """Returns the machine's memory, where the operating system tells."""
     try:

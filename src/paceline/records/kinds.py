@@ -13,7 +13,13 @@ from paceline.core.errors import RecordError
 PREDICTION = "prediction"
 PREDICTS = "predicts"
 
+# Every kind of case may say what network it ran on: the rate that its links were shaped to, on
+# which predictions join as well, and what a stream reached on them.
+LINK_RATE = "link_rate_bits_per_s"
+MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
+
 _PLACE = ("device", "hardware", "threads")
+_GROUP = ("world_size", "num_hosts", "dtype", "backend")
 _MODEL = (
     "model",
     "vocab_size",
@@ -41,7 +47,7 @@ class Kind:
     @property
     def case_fields(self) -> tuple[str, ...]:
         """Every field that a case of this kind may have."""
-        return self.join_key + self.method
+        return (*self.join_key, LINK_RATE, MEASURED_LINK_RATE, *self.method)
 
 
 _KINDS: dict[str, Kind] = {
@@ -82,8 +88,21 @@ _KINDS: dict[str, Kind] = {
         # Two ways to do the same, measured in turn in one run; its metrics are ratios.
         Kind(
             name="comparison",
-            join_key=("subject", "baseline", "model", "batch", "context", "phase", *_PLACE),
-            method=("warmup", "rounds"),
+            join_key=("subject", "baseline", *_PLACE),
+            method=(
+                *("model", "batch", "context", "phase"),
+                *("operation", "size_bytes", "world_size"),
+                *("warmup", "rounds"),
+            ),
+        ),
+        Kind(
+            name="comm",
+            join_key=("operation", "size_bytes", *_GROUP, *_PLACE),
+            method=("warmup", "steps"),
+        ),
+        Kind(
+            name="collective_fit",
+            join_key=("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE),
         ),
         Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
     )

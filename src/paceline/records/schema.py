@@ -2,7 +2,8 @@
 
 A metric's unit is in its name (`step_time_s`, `peak_bytes`), its `value` is the median of
 its samples or the point estimate of a prediction, and it is always finite: a run that went
-to infinity is an outcome, not a number. A record either is ok or says why not.
+to infinity is an outcome, not a number. A record either is ok or says why not; its warnings
+name what makes a number that was measured hard to believe.
 """
 
 import math
@@ -14,7 +15,7 @@ import msgspec
 
 from paceline.core.errors import RecordError
 from paceline.records.environment import Environment
-from paceline.records.kinds import PREDICTION, PREDICTS, Kind, find_kind
+from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, Kind, find_kind
 
 CaseValue = str | int | float | bool | None
 Outcome = Literal["ok", "out_of_memory", "skipped", "failed", "timeout", "diverged"]
@@ -46,7 +47,7 @@ class Metric(
         return cls(
             value=statistics.median(samples),
             mean=statistics.fmean(samples),
-            std=statistics.stdev(samples) if len(samples) > 1 else 0.0,
+            std=statistics.stdev(samples) if len(samples) > 1 else None,
             min=min(samples),
             samples=tuple(samples),
         )
@@ -62,6 +63,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics: dict[str, Metric]
     outcome: Outcome
     reason: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kind = self.measured_kind
@@ -88,4 +90,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def join_key(record: Record) -> tuple[CaseValue, ...]:
     """Returns what a prediction and its measurement have in common."""
     kind = record.measured_kind
-    return (kind.name, *(record.case[field] for field in kind.join_key))
+    link_rate = record.case.get(LINK_RATE)
+    return (kind.name, *(record.case[field] for field in kind.join_key), link_rate)

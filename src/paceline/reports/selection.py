@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from paceline.core.errors import UsageError
-from paceline.records import CaseValue, Record, find_kind
+from paceline.records import CaseValue, Record
+from paceline.records.kinds import MEASURED_LINK_RATE
 
 # A model's name stands for its dimensions; they are shown only for shapes without a name.
 _DIMENSIONS = (
@@ -37,7 +38,8 @@ def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[
     """Splits the case fields into those with one common value and those that vary."""
     shared: dict[str, CaseValue] = {}
     varying: list[str] = []
-    for field in find_kind(single_kind(records)).case_fields:
+    single_kind(records)
+    for field in records[0].measured_kind.case_fields:
         if field in _DIMENSIONS and all(_is_named(record) for record in records):
             continue
         values = {record.case.get(field) for record in records}
@@ -56,13 +58,35 @@ def describe_fields(fields: dict[str, CaseValue]) -> str:
 def describe_case(record: Record, varying: Sequence[str], separator: str = ", ") -> str:
     """Names a record by what varies."""
     if not varying:
-        return str(record.case.get("model", record.kind))
+        return str(record.case.get("model") or record.case.get("operation") or record.kind)
     return separator.join(
         str(record.case.get(field))
-        if field in ("model", "precision", "phase")
+        if field in ("model", "precision", "phase", "operation")
         else f"{field.replace('_', ' ')} {record.case.get(field)}"
         for field in varying
     )
+
+
+def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Record]]:
+    """Groups measured records into lines of a picture: all that varies but the x axis.
+
+    Each line is in order of its x field, and named by what tells it from the others.
+    """
+    _shared, varying = split_fields(records)
+    apart = [field for field in varying if field not in (x_field, MEASURED_LINK_RATE)]
+    series: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: case_number(record, x_field)):
+        if record.metrics:
+            series.setdefault(describe_case(record, apart), []).append(record)
+    return series
+
+
+def case_number(record: Record, field: str) -> float:
+    """Returns a case field that holds a number."""
+    value = record.case[field]
+    if not isinstance(value, int | float):
+        raise UsageError(f"case.{field} of a {record.kind!r} record is {value!r}, not a number")
+    return value
 
 
 def _is_named(record: Record) -> bool:

@@ -1,7 +1,7 @@
 """Tables: for people (Markdown, terminal) and for programs (CSV).
 
 A table for people shows the case fields that vary and puts the common ones in its caption.
-CSV is flat and complete: every case field and every metric of every record, raw.
+CSV is flat and raw: every case field, and value and deviation of every metric.
 """
 
 import csv
@@ -32,7 +32,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     caption: str
     notes: tuple[str, ...] = ()
-    """Why cases have no numbers."""
+    """Why cases have no numbers, or numbers that are hard to believe."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,15 @@ class _Column:
     header: str
     metrics: tuple[str, ...]
     format: Callable[[Sequence[Metric]], str]
+    always: bool = False
+    """Shown even where no record has a value."""
 
 
 def _milliseconds(metrics: Sequence[Metric]) -> str:
     (metric,) = metrics
-    spread = "" if metric.std is None else f" ± {_three_digits(metric.std * 1e3)}"
+    # One sample has no spread, and a spread of zero would claim that it was exact.
+    known = metric.std is not None and len(metric.samples) > 1
+    spread = f" ± {_three_digits((metric.std or 0.0) * 1e3)}" if known else ""
     return f"{_three_digits(metric.value * 1e3)}{spread}"
 
 
@@ -65,7 +69,21 @@ def _percentages(metrics: Sequence[Metric]) -> str:
 
 def _ratio(metrics: Sequence[Metric]) -> str:
     (metric,) = metrics
-    return f"{metric.value:.3f} ({metric.low:.3f} to {metric.high:.3f})"
+    return _with_interval(metric, lambda value: f"{value:.3f}")
+
+
+def _with_interval(metric: Metric, write: Callable[[float], str]) -> str:
+    if metric.low is None or metric.high is None:
+        return write(metric.value)
+    return f"{write(metric.value)} ({write(metric.low)} to {write(metric.high)})"
+
+
+def _rate_column(header: str, metric: str) -> _Column:
+    return _Column(
+        header=header,
+        metrics=(metric,),
+        format=lambda metrics: format_decimal(metrics[0].value, "B/s"),
+    )
 
 
 def _time_column(name: str) -> _Column:
@@ -93,6 +111,7 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
             header="MFU / causal",
             metrics=("model_flops_utilization", "model_flops_utilization_causal"),
             format=_percentages,
+            always=True,
         ),
         _bytes_column("peak", "peak_before_optimizer_bytes", "peak_after_optimizer_bytes"),
     ),
@@ -102,7 +121,7 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
         _bytes_column("in optimizer", "peak_after_optimizer_bytes"),
         _bytes_column("resident after init", "resident_peak_after_init_bytes"),
         _bytes_column("resident before optimizer", "resident_peak_before_optimizer_bytes"),
-        _bytes_column("resident in optimizer", "resident_peak_after_optimizer_bytes"),
+        _bytes_column("resident after optimizer", "resident_peak_after_optimizer_bytes"),
     ),
     ("attention", "time"): (
         _time_column("forward"),
@@ -113,6 +132,29 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
     ("comparison", "time"): (
         _Column(header="forward ratio", metrics=("forward_ratio",), format=_ratio),
         _Column(header="backward ratio", metrics=("backward_ratio",), format=_ratio),
+        _Column(header="time ratio", metrics=("time_ratio",), format=_ratio),
+    ),
+    ("comm", "time"): (
+        _Column(header="time (ms)", metrics=("time_s",), format=_milliseconds),
+        _rate_column("algorithm bandwidth", "algorithm_bandwidth_bytes_per_s"),
+        _rate_column("bus bandwidth", "bus_bandwidth_bytes_per_s"),
+    ),
+    ("collective_fit", "time"): (
+        _Column(
+            header="latency (ms)",
+            metrics=("latency_s",),
+            format=lambda metrics: _with_interval(
+                metrics[0], lambda value: _three_digits(value * 1e3)
+            ),
+        ),
+        _Column(
+            header="bandwidth",
+            metrics=("algorithm_bandwidth_bytes_per_s",),
+            format=lambda metrics: _with_interval(
+                metrics[0], lambda value: format_decimal(value, "B/s")
+            ),
+        ),
+        _Column(header="largest error", metrics=("max_relative_error",), format=_percentages),
     ),
     ("environment", "time"): (_time_column("all_reduce"),),
 }
@@ -124,7 +166,12 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
     kind = single_kind(records)
     if (kind, view) not in _COLUMNS:
         raise UsageError(f"records of kind {kind!r} have no {view} view")
-    columns = _COLUMNS[kind, view]
+    # A column that no record has anything for is noise; MFU stays, to say that it is not known.
+    columns = [
+        column
+        for column in _COLUMNS[kind, view]
+        if column.always or _has_any(records, column.metrics)
+    ]
     rows = tuple(
         (
             *(_case_text(record.case.get(field)) for field in varying),
@@ -139,12 +186,20 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
         ),
         rows=rows,
         caption=describe_fields(shared),
-        notes=tuple(
-            f"{describe_case(record, varying)}: {record.outcome.replace('_', ' ')}: {record.reason}"
-            for record in records
-            if record.reason is not None
-        ),
+        notes=tuple(note for record in records for note in _notes(record, varying)),
     )
+
+
+def _has_any(records: Sequence[Record], metrics: Sequence[str]) -> bool:
+    return any(name in record.metrics for record in records for name in metrics)
+
+
+def _notes(record: Record, varying: Sequence[str]) -> list[str]:
+    case = describe_case(record, varying)
+    notes = [f"{case}: warning: {warning}" for warning in record.warnings]
+    if record.reason is not None:
+        notes.append(f"{case}: {record.outcome.replace('_', ' ')}: {record.reason}")
+    return notes
 
 
 def _case_text(value: CaseValue) -> str:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from paceline.accounting import minimum_attention_bytes
 from paceline.benchmarks.attention import AttentionRun, attention_case_fields, measure_attention
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.devices import Place
@@ -23,6 +24,14 @@ def test_what_is_kept_for_backward_is_counted_to_the_byte() -> None:
         assert run.saved_bytes() == 3 * vectors + probabilities
 
 
+@pytest.mark.parametrize(("context", "head_dim"), [(64, 16), (256, 128), (1024, 8)])
+def test_the_lower_bound_is_one(context: int, head_dim: int) -> None:
+    case = make_case(context, head_dim)
+    bound = minimum_attention_bytes(case.batch, head_dim, 4, compiled=False)
+    peak = AttentionRun(case, torch.device("cpu")).peak_bytes()
+    assert bound <= peak < 1.1 * bound
+
+
 def test_both_passes_are_measured() -> None:
     metrics = measure_attention(make_case(64, causal=True), lambda _done, _total: None)
     assert len(metrics["forward_time_s"].samples) == 3
@@ -33,7 +42,8 @@ def test_both_passes_are_measured() -> None:
 def test_the_case_of_the_record_has_every_declared_field() -> None:
     place = Place(device="cpu", hardware="test", threads=1)
     fields = attention_case_fields(make_case(32), place)
-    assert set(fields) == set(find_kind("attention").case_fields)
+    kind = find_kind("attention")
+    assert set(fields) == {*kind.join_key, *kind.method}
 
 
 @pytest.mark.gpu

@@ -1,6 +1,12 @@
 import pytest
 
-from paceline.benchmarks.config import AttentionSweep, RunLimits, ShapeOverrides, StepSweep
+from paceline.benchmarks.config import (
+    AttentionSweep,
+    CommunicationSweep,
+    RunLimits,
+    ShapeOverrides,
+    StepSweep,
+)
 from paceline.core import ShapeError, UsageError
 
 
@@ -41,7 +47,12 @@ def test_overrides_make_a_shape_without_a_name() -> None:
         (lambda: RunLimits(memory_limit_gib=0), "--memory-limit-gib"),
         (lambda: RunLimits(time_limit_s=0), "--time-limit-s"),
         (lambda: AttentionSweep(head_dim=(0,)), "--head-dim"),
+        (lambda: RunLimits(memory_limit_gib=float("inf")), "--memory-limit-gib"),
         (lambda: list(StepSweep(model=("tiny",)).cases()), "unknown model 'tiny'"),
+        (lambda: list(StepSweep(model=("xxl",)).cases()), "cannot build feed_forward='linear'"),
+        (lambda: CommunicationSweep(world_sizes=(1,)), "--world-sizes"),
+        (lambda: CommunicationSweep(timeout_s=0), "--timeout-s"),
+        (lambda: list(CommunicationSweep(sizes=("big",)).cases()), "'big'"),
     ],
 )
 def test_nonsense_names_its_flag(make: object, complaint: str) -> None:

@@ -31,6 +31,21 @@ def test_the_time_limit_keeps_what_was_sampled() -> None:
     assert 1 <= len(samples["step_time_s"]) < 20
 
 
+def test_the_time_limit_ends_warm_up_too() -> None:
+    runs: list[int] = []
+
+    def slow() -> dict[str, float]:
+        runs.append(1)
+        time.sleep(0.05)
+        return {"step_time_s": 0.05}
+
+    samples = sample(
+        slow, warmup=100, steps=100, time_limit_s=0.12, on_progress=lambda _done, _total: None
+    )
+    assert samples == {"step_time_s": [0.05]}
+    assert len(runs) < 8
+
+
 def test_laps_add_up() -> None:
     started = time.perf_counter()
     watch = Stopwatch(torch.device("cpu"))

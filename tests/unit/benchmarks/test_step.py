@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.accounting import count_parameters, flops_per_token
+from paceline.accounting import count_parameters, flops_per_token, minimum_step_bytes
 from paceline.benchmarks.config import ShapeOverrides, StepCase, StepSweep
 from paceline.benchmarks.devices import Place, peak_flops
 from paceline.benchmarks.step import TrainingStep, measure_step, step_case_fields
 from paceline.core import precision_preset
+from paceline.core.specs import Phase
 from paceline.records import find_kind
 
 SWEEP = StepSweep(
@@ -90,9 +91,21 @@ def test_the_same_case_twice_measures_the_same_numbers() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("phase", ["forward", "forward-backward", "train"])
+@pytest.mark.parametrize("vocab_size", [10, 20_000])
+def test_the_lower_bound_of_memory_is_one(phase: Phase, vocab_size: int) -> None:
+    shape = dataclasses.replace(case_with().shape, vocab_size=vocab_size)
+    case = case_with(phase=phase, shape=shape)
+    step = TrainingStep(case, torch.device("cpu"))
+    step.run()
+    peak = max(value for name, value in step.memory().items() if name.startswith("peak"))
+    assert minimum_step_bytes(shape, case.batch, precision_preset("float32"), phase) <= peak
+
+
 def test_the_case_of_the_record_has_every_declared_field() -> None:
     fields = step_case_fields(case_with(), PLACE)
-    assert set(fields) == set(find_kind("step").case_fields)
+    kind = find_kind("step")
+    assert set(fields) == {*kind.join_key, *kind.method}
 
 
 def test_utilization_uses_the_peak_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:

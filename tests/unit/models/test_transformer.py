@@ -181,6 +181,8 @@ def test_checkpointing_changes_memory_but_no_number() -> None:
 def test_norms_and_softmax_survive_sixteen_bits() -> None:
     torch.manual_seed(8)
     model = TransformerLM(SHAPE).to(torch.bfloat16)
+    assert model.positions.cosine.dtype == model.positions.sine.dtype == torch.float32
+    assert torch.equal(model.positions.cosine, TransformerLM(SHAPE).positions.cosine)
     tokens = torch.randint(SHAPE.vocab_size, (2, 32))
     logits = model(tokens)
     assert logits.dtype == torch.bfloat16
@@ -190,18 +192,22 @@ def test_norms_and_softmax_survive_sixteen_bits() -> None:
     assert (logits.double() - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_a_model_can_be_made_on_meta_and_filled_later() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_can_be_made_on_meta_and_filled_later(tied: bool) -> None:
+    shape = dataclasses.replace(SHAPE, tied_embeddings=tied)
     with torch.device("meta"):
-        model = TransformerLM(SHAPE)
+        model = TransformerLM(shape)
     model = model.to_empty(device="cpu")
     torch.manual_seed(9)
     model.reset_parameters()
+    direct = TransformerLM(shape)
     torch.manual_seed(9)
-    direct = TransformerLM(SHAPE)
-    tokens = torch.randint(SHAPE.vocab_size, (1, 8))
-    expected = oracle_logits(dict(model.state_dict()), SHAPE, tokens)
-    torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=1e-5)
-    assert direct.state_dict().keys() == model.state_dict().keys()
+    direct.reset_parameters()
+    assert _num_parameters(model) == count_parameters(shape).total
+    for name, weight in direct.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    tokens = torch.randint(shape.vocab_size, (1, 8))
+    assert torch.equal(model(tokens), direct(tokens))
 
 
 # In a process of its own: the run-time shape checks of this suite cannot be compiled.

@@ -8,7 +8,7 @@ ENVIRONMENT = capture_environment()
 
 
 def _record(kind: str, case: dict[str, Any], metrics: dict[str, Metric], outcome: Any) -> Record:
-    defaults: dict[str, Any] = dict.fromkeys(find_kind(kind).case_fields, "x")
+    defaults: dict[str, Any] = dict.fromkeys(find_kind(kind).join_key, "x")
     return Record(
         kind=kind,
         case=defaults | case,
@@ -56,3 +56,13 @@ def attention_record(context: int, head_dim: int, outcome: str = "ok") -> Record
         "peak_bytes": Metric(value=96 * context**2),
     }
     return _record("attention", {"context": context, "head_dim": head_dim}, metrics, outcome)
+
+
+def communication_record(size_bytes: int, world_size: int, **case: Any) -> Record:
+    metrics = {
+        "time_s": Metric.from_samples([size_bytes / 1e9]),
+        "algorithm_bandwidth_bytes_per_s": Metric(value=1e9),
+        "bus_bandwidth_bytes_per_s": Metric(value=2e9 * (world_size - 1) / world_size),
+    }
+    case = {"operation": "all_reduce", "size_bytes": size_bytes, "world_size": world_size, **case}
+    return _record("comm", case, metrics, "ok")

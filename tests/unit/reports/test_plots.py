@@ -3,8 +3,9 @@ import pathlib
 import pytest
 
 from paceline.core import UsageError
-from paceline.reports.plots import PLOTS, draw, drawable_plots, save_figure
-from tests.unit.reports.factory import attention_record, step_record
+from paceline.reports.figures import save_figure
+from paceline.reports.plots import PLOTS, draw, drawable_plots
+from tests.unit.reports.factory import attention_record, communication_record, step_record
 
 STEPS = [
     step_record(model=model, precision=precision, warmup=warmup, seconds=seconds)
@@ -12,9 +13,13 @@ STEPS = [
     for precision in ("float32", "bfloat16")
     for warmup in (0, 5)
 ]
+STEPS.append(step_record(model="xl", warmup=0, outcome="skipped"))
 ATTENTION = [
     *(attention_record(context, width) for context in (256, 1024, 4096) for width in (16, 64)),
     attention_record(16384, 64, outcome="out_of_memory"),
+]
+COMMUNICATION = [
+    communication_record(size, world_size) for size in (10**6, 10**8) for world_size in (2, 4)
 ]
 
 
@@ -22,7 +27,9 @@ ATTENTION = [
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     contents = []
     for attempt in ("first", "second"):
-        paths = save_figure(draw(name, [*STEPS, *ATTENTION]), tmp_path / attempt, name)
+        paths = save_figure(
+            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION]), tmp_path / attempt, name
+        )
         assert [path.suffix for path in paths] == [".png", ".svg"]
         contents.append([path.read_bytes() for path in paths])
     assert contents[0][0].startswith(b"\x89PNG")
@@ -50,14 +57,45 @@ def test_what_ran_out_of_memory_is_marked() -> None:
     axes = figure.axes[0]
     assert any("out of memory" in text.get_text() for text in axes.texts)
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    line = next(line for line in axes.lines if line.get_label() == "saved for backward, d 16")
+    line = next(
+        line for line in axes.lines if line.get_label() == "saved for backward, head dim 16"
+    )
     assert list(line.get_ydata()) == pytest.approx([2.0, 32.0, 512.0])
+
+
+def test_a_line_rate_is_drawn_beside_the_measurement() -> None:
+    records = [communication_record(size, 4, link_rate_bits_per_s=2e9) for size in (10**6, 10**8)]
+    axes = draw("communication", records).axes[0]
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
+    assert lines["all_reduce"] == pytest.approx([1.0, 1.0])
+    # 2 Gbit/s are 0.25 GB/s, of which an all-reduce of 4 ranks uses 1.5 times its size.
+    assert lines["all_reduce: line rate"] == pytest.approx([0.25 / 1.5] * 2)
+
+
+def test_loopback_says_that_it_has_no_line_rate() -> None:
+    axes = draw("communication", COMMUNICATION).axes[0]
+    assert any("no line rate" in text.get_text() for text in axes.texts)
+    assert not any("line rate" in str(line.get_label()) for line in axes.lines)
+
+
+def test_cases_that_differ_are_lines_of_their_own() -> None:
+    records = [
+        step_record(precision=name, warmup=w) for name in ("float32", "bfloat16") for w in (0, 1)
+    ]
+    labels = [text.get_text() for text in draw("warmup", records).axes[0].get_legend().get_texts()]
+    assert labels == [
+        "float32: mean ± standard deviation",
+        "bfloat16: mean ± standard deviation",
+    ]
+    many = [step_record(model=f"model {index}", warmup=w) for index in range(9) for w in (0, 1)]
+    assert len(draw("warmup", many).axes[0].get_legend().get_texts()) == 9
 
 
 def test_only_what_can_be_compared_is_offered() -> None:
     assert drawable_plots([step_record()]) == ["step-time"]
     assert drawable_plots(STEPS) == ["step-time", "warmup", "precision"]
     assert drawable_plots(ATTENTION) == ["attention-time", "attention-memory"]
+    assert drawable_plots(COMMUNICATION) == ["communication"]
     assert drawable_plots([step_record(outcome="failed")]) == []
     with pytest.raises(UsageError, match=r"'warmup'.*no 'step' measurements"):
         draw("warmup", ATTENTION)

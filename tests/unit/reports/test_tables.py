@@ -27,7 +27,7 @@ def test_an_unknown_peak_is_not_applicable() -> None:
 def test_memory_is_a_view_of_its_own() -> None:
     table = records_table([step_record()], "memory")
     assert table.headers[:3] == ("after init", "before optimizer", "in optimizer")
-    assert table.rows[0][:4] == ("1.00 GiB", "3.00 GiB", "2.00 GiB", "n/a")
+    assert table.rows[0][:4] == ("1.00 GiB", "3.00 GiB", "2.00 GiB")
     with pytest.raises(UsageError, match="'attention' have no memory view"):
         records_table([attention_record(256, 16)], "memory")
 
@@ -42,6 +42,11 @@ def test_a_case_that_did_not_run_says_so() -> None:
 def test_a_shape_without_a_name_shows_its_dimensions() -> None:
     records = [step_record(model="custom", d_model=64), step_record(model="custom", d_model=128)]
     assert records_table(records).headers[0] == "d model"
+
+
+def test_one_sample_has_no_spread() -> None:
+    record = attention_record(1000, 16)
+    assert records_table([record]).rows[0][0] == "1.00"
 
 
 def test_markdown_is_a_table_and_escapes_pipes() -> None:

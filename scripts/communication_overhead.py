@@ -1,0 +1,86 @@
+"""What Paceline's harness costs over a bare loop around all_reduce.
+
+Two ranks on loopback; both ways run in turn, call by call, over buffers of their own. Appends
+one comparison record per size to a store.
+
+    python scripts/communication_overhead.py results/communication-overhead.jsonl
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.communication import Collective, time_call
+from paceline.benchmarks.devices import current_environment, describe_place
+from paceline.benchmarks.measure import ratio_metric
+from paceline.core.units import MB
+from paceline.parallel import RankPool
+from paceline.records import Metric, Record, RecordStore
+
+WORLD_SIZE = 2
+SIZES = (1 * MB, 10 * MB, 100 * MB)
+WARMUP = 5
+
+
+def both_ways(_rank: int, _world_size: int, size_bytes: int, rounds: int) -> list[list[float]]:
+    """Returns the seconds of each call, Paceline's and the bare loop's."""
+    device = torch.device("cpu")
+    collective = Collective("all_reduce", size_bytes, device)
+    collective.reset()
+    buffer = torch.zeros(size_bytes // 4)
+
+    def bare() -> float:
+        started = time.perf_counter()
+        dist.all_reduce(buffer)
+        return time.perf_counter() - started
+
+    samples: list[list[float]] = [[], []]
+    for round_index in range(-WARMUP, rounds):
+        ways = [(0, lambda: time_call(collective, device)), (1, bare)]
+        for way, run in ways if round_index % 2 else reversed(ways):
+            seconds = run()
+            if round_index >= 0:
+                samples[way].append(seconds)
+    return samples
+
+
+def main() -> int:
+    """Measures, prints and records the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    arguments = parser.parse_args()
+    with RankPool(WORLD_SIZE, timeout_s=300) as pool:
+        for size_bytes in SIZES:
+            rounds = 4000 * MB // size_bytes if size_bytes > 10 * MB else 400
+            subject, baseline = pool.run(both_ways, size_bytes, rounds)[0]
+            ratio = ratio_metric(subject, baseline)
+            record = Record(
+                kind="comparison",
+                case={
+                    "subject": "paceline bench comm",
+                    "baseline": "bare torch loop",
+                    "operation": "all_reduce",
+                    "size_bytes": size_bytes,
+                    "world_size": WORLD_SIZE,
+                    **describe_place(torch.device("cpu")).as_case(),
+                    "warmup": WARMUP,
+                    "rounds": rounds,
+                },
+                environment=current_environment(),
+                metrics={
+                    "time_ratio": ratio,
+                    "time_s": Metric.from_samples(subject),
+                    "baseline_time_s": Metric.from_samples(baseline),
+                },
+                outcome="ok",
+            )
+            RecordStore(arguments.store).append(record)
+            print(f"{size_bytes}: {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A latency and a bandwidth from measured collectives, piecewise in the size.
+
+One line through all sizes is not enough: libraries change their algorithm with the size, and
+caches end. The sizes are cut into up to three runs, each with its own t = latency + S/bandwidth,
+fitted in relative error, so that a kilobyte counts as much as a gigabyte. A cut must earn its
+parameters (Bayesian information criterion, with a floor below which errors are noise). Intervals
+come from a bootstrap over the repetitions of each size.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+
+Array = npt.NDArray[np.float64]
+
+_MAX_SEGMENTS = 3
+_SIZES_PER_SEGMENT = 2
+_NOISE_FLOOR = 0.02
+_BOOTSTRAP_DRAWS = 1000
+# Hundreds of milliseconds for no bytes: a communicator was being set up, not used.
+_SETUP_LATENCY_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of sizes with one latency and one bandwidth."""
+
+    smallest_bytes: float
+    largest_bytes: float
+    latency_s: Estimate
+    bytes_per_s: Estimate
+    """Algorithm bandwidth."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """Segments in order of size."""
+
+    segments: tuple[Segment, ...]
+    max_relative_error: float
+    """Largest error over the measured sizes."""
+
+    def time_s(self, size_bytes: float) -> float:
+        """Predicts the seconds for a size, by the segment that it falls in or is nearest to."""
+        chosen = self.segments[0]
+        for left, right in itertools.pairwise(self.segments):
+            # Between two segments, the geometric middle is the border.
+            if size_bytes > np.sqrt(left.largest_bytes * right.smallest_bytes):
+                chosen = right
+        return chosen.latency_s.value + size_bytes / chosen.bytes_per_s.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationWarning:
+    """Something about a measurement that makes it unlikely to be what it claims."""
+
+    name: str
+    message: str
+
+
+def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
+    """Fits the seconds of repetitions by size in bytes."""
+    if len(samples) < _SIZES_PER_SEGMENT:
+        raise UsageError("a fit of latency and bandwidth needs at least two sizes")
+    sizes = np.array(sorted(samples), dtype=np.float64)
+    times = np.array([np.median(samples[int(size)]) for size in sizes])
+    cuts = min(_possible_cuts(len(sizes)), key=lambda cuts: _criterion(sizes, times, cuts))
+    draws = _bootstrap_medians([np.asarray(samples[int(size)]) for size in sizes])
+    segments = []
+    errors = []
+    for part in _parts(cuts, len(sizes)):
+        latency, inverse = (float(value[0]) for value in _fit_line(sizes[part], times[None, part]))
+        errors.append(np.abs(latency + inverse * sizes[part] - times[part]) / times[part])
+        latencies, inverses = _fit_line(sizes[part], draws[:, part])
+        segments.append(
+            Segment(
+                smallest_bytes=float(sizes[part][0]),
+                largest_bytes=float(sizes[part][-1]),
+                latency_s=_interval(latency, latencies),
+                bytes_per_s=_interval(1 / inverse, 1 / inverses),
+            )
+        )
+    return CollectiveFit(
+        segments=tuple(segments), max_relative_error=float(np.concatenate(errors).max())
+    )
+
+
+def find_warnings(
+    fit: CollectiveFit, *, bus_bytes_per_s: float, line_bytes_per_s: float | None
+) -> list[CommunicationWarning]:
+    """Names what cannot be true of a measured collective."""
+    warnings = []
+    latency = fit.segments[0].latency_s.value
+    if latency > _SETUP_LATENCY_S:
+        warnings.append(
+            CommunicationWarning(
+                name="timed_setup",
+                message=(
+                    f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
+                    "the communicator was timed; warm up before measuring"
+                ),
+            )
+        )
+    if line_bytes_per_s is not None and bus_bytes_per_s > 1.02 * line_bytes_per_s:
+        warnings.append(
+            CommunicationWarning(
+                name="above_line_rate",
+                message=(
+                    f"a bus bandwidth of {bus_bytes_per_s / 1e9:.3g} GB/s on a line of "
+                    f"{line_bytes_per_s / 1e9:.3g} GB/s: the messages fit into buffers, or the "
+                    "call was not waited for; use larger sizes"
+                ),
+            )
+        )
+    return warnings
+
+
+def _possible_cuts(num_sizes: int) -> list[tuple[int, ...]]:
+    possible = []
+    for num_cuts in range(_MAX_SEGMENTS):
+        for cuts in itertools.combinations(range(1, num_sizes), num_cuts):
+            lengths = np.diff([0, *cuts, num_sizes])
+            # Two points always lie on a line, so a cut must leave one to judge it by.
+            if num_cuts == 0 or lengths.min() > _SIZES_PER_SEGMENT:
+                possible.append(cuts)
+    return possible
+
+
+def _parts(cuts: tuple[int, ...], num_sizes: int) -> list[slice]:
+    return [slice(begin, end) for begin, end in itertools.pairwise([0, *cuts, num_sizes])]
+
+
+def _criterion(sizes: Array, times: Array, cuts: tuple[int, ...]) -> float:
+    squares = 0.0
+    for part in _parts(cuts, len(sizes)):
+        latency, inverse = _fit_line(sizes[part], times[None, part])
+        squares += float(np.sum(((latency + inverse * sizes[part]) / times[part] - 1) ** 2))
+    num_parameters = 3 * len(cuts) + 2
+    mean_square = squares / len(sizes) + _NOISE_FLOOR**2
+    return float(len(sizes) * np.log(mean_square) + num_parameters * np.log(len(sizes)))
+
+
+def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
+    """Fits latency and seconds per byte, not negative, to each row of times."""
+    weights = 1 / times
+    slopes = sizes / times
+    ww, ws, ss = (weights**2).sum(1), (weights * slopes).sum(1), (slopes**2).sum(1)
+    w, s = weights.sum(1), slopes.sum(1)
+    determinant = ww * ss - ws**2
+    safe = np.where(determinant > 0, determinant, 1.0)
+    latency = np.where(determinant > 0, (ss * w - ws * s) / safe, 0.0)
+    inverse = np.where(determinant > 0, (ww * s - ws * w) / safe, s / ss)
+    # Where the unconstrained line leaves the quadrant, the best one lies on its border.
+    no_latency = latency < 0
+    latency = np.where(no_latency, 0.0, latency)
+    inverse = np.where(no_latency, s / ss, inverse)
+    flat = inverse <= 0
+    latency = np.where(flat, w / ww, latency)
+    inverse = np.where(flat, np.finfo(np.float64).tiny, inverse)
+    return latency, inverse
+
+
+def _bootstrap_medians(samples: Sequence[Array]) -> Array:
+    generator = np.random.default_rng(0)
+    return np.stack(
+        [
+            np.median(
+                values[generator.integers(len(values), size=(_BOOTSTRAP_DRAWS, len(values)))],
+                axis=1,
+            )
+            for values in samples
+        ],
+        axis=1,
+    )
+
+
+def _interval(value: float, draws: Array) -> Estimate:
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Estimate(value=value, low=min(float(low), value), high=max(float(high), value))

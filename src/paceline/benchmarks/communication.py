@@ -1,0 +1,127 @@
+"""Collectives, timed on every rank.
+
+Phases of one case: allocate; run once and check every element of the result; warm up, which
+also tells how many repetitions the time limit allows; repeat; exchange the times once, and take
+the slowest rank's for each repetition. Repetitions of collectives that make all ranks wait for
+each other follow directly on one another, as in nccl-tests; before a broadcast or a reduce,
+whose root may run ahead, the ranks meet in a barrier that is not timed.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.benchmarks.config import CommunicationCase
+from paceline.benchmarks.devices import synchronize
+from paceline.core.errors import PacelineError
+from paceline.core.operations import Operation
+from paceline.parallel.collectives import all_gather_single, reduce_scatter_single
+from paceline.parallel.process_group import naming_collective
+
+_ELEMENT_BYTES = 4
+_ROOT = 0
+_ROOTED: tuple[Operation, ...] = ("broadcast", "reduce")
+_MINIMUM_REPETITIONS = 3
+
+
+class Collective:
+    """One operation on buffers of its own.
+
+    Sizes are counted as nccl-tests does: the whole result of an all-gather, the whole input of
+    a reduce-scatter, one rank's buffer otherwise.
+    """
+
+    def __init__(self, operation: Operation, size_bytes: int, device: torch.device) -> None:
+        self.operation = operation
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # A whole number of elements for each rank, so that no operation has a remainder.
+        self.num_elements = (
+            max(1, size_bytes // _ELEMENT_BYTES // self.world_size) * self.world_size
+        )
+        self.size_bytes = self.num_elements * _ELEMENT_BYTES
+        self._chunk = self.num_elements // self.world_size
+        in_chunks = operation == "all_gather"
+        out_chunks = operation == "reduce_scatter"
+        self.input = torch.empty(
+            self._chunk if in_chunks else self.num_elements, device=device, dtype=torch.float32
+        )
+        in_place = operation in ("all_reduce", "broadcast", "reduce")
+        self.output = (
+            self.input
+            if in_place
+            else torch.empty(self._chunk if out_chunks else self.num_elements, device=device)
+        )
+        calls: dict[Operation, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(self.input),
+            "all_gather": lambda: all_gather_single(self.output, self.input),
+            "reduce_scatter": lambda: reduce_scatter_single(self.output, self.input),
+            "broadcast": lambda: dist.broadcast(self.input, _ROOT),
+            "reduce": lambda: dist.reduce(self.input, _ROOT),
+            "all_to_all": lambda: dist.all_to_all_single(self.output, self.input),
+        }
+        self._call = calls[operation]
+
+    def run(self) -> None:
+        """Runs the operation; an error names rank, operation and size."""
+        with naming_collective(self.operation, self.size_bytes):
+            self._call()
+
+    def check(self) -> None:
+        """Runs the operation on known values and looks at every element."""
+        self.input.fill_(float(self.rank + 1))
+        self.run()
+        expected = self._expected()
+        if expected is not None and not bool((self.output == expected).all()):
+            raise PacelineError(
+                f"rank {self.rank}: {self.operation} of {self.size_bytes} bytes gave a wrong result"
+            )
+
+    def reset(self) -> None:
+        """Zeroes the input, so that repeated sums stay finite."""
+        self.input.zero_()
+
+    def _expected(self) -> Tensor | float | None:
+        total = float(self.world_size * (self.world_size + 1) // 2)
+        if self.operation in ("all_reduce", "reduce_scatter"):
+            return total
+        if self.operation == "broadcast":
+            return float(_ROOT + 1)
+        if self.operation == "reduce":
+            # What the other ranks find in their buffer is left open.
+            return total if self.rank == _ROOT else None
+        ranks = torch.arange(1.0, self.world_size + 1, device=self.output.device)
+        return ranks.repeat_interleave(self._chunk)
+
+
+def measure_collective(case: CommunicationCase, device: torch.device) -> list[float]:
+    """Returns the slowest rank's seconds of each repetition, the same on every rank."""
+    collective = Collective(case.operation, case.size_bytes, device)
+    collective.check()
+    collective.reset()
+    warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
+    repetitions = _agree_on_repetitions(warmup[-1], case, device)
+    samples = [time_call(collective, device) for _ in range(repetitions)]
+    slowest = torch.tensor(samples, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [float(seconds) for seconds in slowest.tolist()]
+
+
+def time_call(collective: Collective, device: torch.device) -> float:
+    """Returns the seconds of one call on this rank."""
+    if collective.operation in _ROOTED:
+        dist.barrier()
+    synchronize(device)
+    started = time.perf_counter()
+    collective.run()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def _agree_on_repetitions(seconds: float, case: CommunicationCase, device: torch.device) -> int:
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    affordable = int(case.time_limit_s / max(float(slowest), 1e-9))
+    return max(min(_MINIMUM_REPETITIONS, case.steps), min(case.steps, affordable))

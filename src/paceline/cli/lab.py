@@ -1,0 +1,124 @@
+"""``paceline lab``: a cluster on this machine."""
+
+import dataclasses
+import pathlib
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import tyro
+
+from paceline.cli.output import OutputOptions
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.lab.slurm import SlurmStatus
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Run a command once per rank on virtual hosts with shaped links.
+
+    Rank 0's stdout passes through; everything else goes to stderr. The command finds RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its environment.
+    """
+
+    command: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """The command and its arguments, after --."""
+    hosts: int = 2
+    """Virtual hosts, each in a network namespace of its own."""
+    ranks_per_host: int = 1
+    """Ranks on each host."""
+    rate: str | None = None
+    """Rate of each host's link in each direction, such as 2gbit; unshaped by default."""
+    delay: str | None = None
+    """Delay in each direction, such as 5ms; needs netem in the kernel."""
+    loss: str | None = None
+    """Share of packets lost, such as 1%."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmCommand:
+    """Start, stop or look at a throw-away Slurm on this machine.
+
+    start prints the line that points Slurm's commands at it; use it with eval.
+    """
+
+    action: Annotated[Literal["start", "stop", "status"], tyro.conf.Positional]
+    """What to do."""
+    nodes: int = 2
+    """Virtual nodes."""
+    cpus_per_node: int = 4
+    """CPUs that each node claims to have."""
+    gpus_per_node: int = 2
+    """GPUs that each node claims to have; there is nothing behind them."""
+    directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / "paceline-slurm"
+    """Where the cluster keeps everything."""
+    output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabCommand:
+    """A slow network or a scheduler on this machine, to see what a cluster would do."""
+
+    part: (
+        Annotated[RunCommand, tyro.conf.subcommand("run")]
+        | Annotated[SlurmCommand, tyro.conf.subcommand("slurm")]
+    )
+
+
+def run(command: LabCommand) -> int:
+    """Runs the command in the lab, or manages the scheduler."""
+    if isinstance(command.part, RunCommand):
+        return _run_command(command.part)
+    return _run_slurm(command.part)
+
+
+def _run_command(command: RunCommand) -> int:
+    from paceline.lab.run import run_in_lab
+    from paceline.lab.shaping import LinkShape, parse_delay, parse_loss, parse_rate
+
+    if not command.command:
+        raise UsageError("nothing to run: put the command after --")
+    if command.hosts < 1 or command.ranks_per_host < 1:
+        raise UsageError("--hosts and --ranks-per-host must be at least 1")
+    link = LinkShape(
+        rate_bits_per_s=None if command.rate is None else parse_rate(command.rate),
+        delay_s=0.0 if command.delay is None else parse_delay(command.delay),
+        loss=0.0 if command.loss is None else parse_loss(command.loss),
+    )
+    return run_in_lab(
+        command.command,
+        num_hosts=command.hosts,
+        ranks_per_host=command.ranks_per_host,
+        link=link,
+    )
+
+
+def _run_slurm(command: SlurmCommand) -> int:
+    from paceline.lab.slurm import slurm_status, start_slurm, stop_slurm
+
+    if command.action == "start":
+        status = start_slurm(
+            command.directory,
+            num_nodes=command.nodes,
+            cpus_per_node=command.cpus_per_node,
+            gpus_per_node=command.gpus_per_node,
+        )
+    else:
+        if command.action == "stop":
+            stop_slurm(command.directory)
+        status = slurm_status(command.directory)
+    _print_status(command, status)
+    return 0
+
+
+def _print_status(command: SlurmCommand, status: "SlurmStatus") -> None:
+    if command.output.json:
+        sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
+    elif command.action == "start":
+        sys.stdout.write(f"export SLURM_CONF={status.configuration}\n")
+    else:
+        lines = [f"{status.state} in {status.directory}", *status.nodes]
+        sys.stdout.write("\n".join(lines) + "\n")

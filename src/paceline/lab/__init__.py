@@ -1,0 +1,6 @@
+"""A cluster on one machine: hosts behind shaped links, and a throw-away scheduler."""
+
+from paceline.lab.network import Host, LabError, hosts
+from paceline.lab.shaping import LinkShape
+
+__all__ = ["Host", "LabError", "LinkShape", "hosts"]

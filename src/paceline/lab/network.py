@@ -1,0 +1,188 @@
+"""Hosts in network namespaces, joined by a switch, behind links of a chosen rate.
+
+A namespace lives as long as a process is in it. Each host is held by one idle process that
+reads from a pipe whose other end only this process has: when this process ends, however it
+ends, the pipe closes, the holders end, and the kernel removes namespaces, links and shaping.
+Nothing has a name, so nothing can be left behind or collide.
+
+As root the namespaces are made directly; otherwise inside a user namespace, where the kernel
+allows one. Nothing in them can reach the outside: the switch has no uplink.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from paceline.core.errors import PacelineError
+from paceline.core.processes import end_processes
+from paceline.lab.shaping import LinkShape
+
+INTERFACE = "eth0"
+_NETWORK = "10.77.0"
+_MAX_HOSTS = 250
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+
+
+class LabError(PacelineError):
+    """The machine cannot provide the network that was asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """One virtual machine's worth of network: its own interfaces, routes and ports."""
+
+    index: int
+    address: str
+    prefix: tuple[str, ...]
+    """Words to put before a command so that it runs on this host."""
+
+    def run(self, *command: str) -> str:
+        """Runs a command on this host and returns its output; failing is an error."""
+        return _run([*self.prefix, *command])
+
+
+@contextlib.contextmanager
+def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
+    """Makes hosts that reach each other through a switch, each over a link of its own."""
+    link = link or LinkShape()
+    if not 1 <= count <= _MAX_HOSTS:
+        raise LabError(f"between 1 and {_MAX_HOSTS} hosts are possible, not {count}")
+    _require_tools(link)
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(_namespace(()))
+        _run([*switch, "ip", "link", "add", "switch", "type", "bridge"])
+        _run([*switch, "ip", "link", "set", "switch", "up"])
+        if link.delay_s > 0:
+            _require_netem(switch)
+        made = []
+        for index in range(count):
+            inside = stack.enter_context(_namespace(_without_network(switch)))
+            made.append(_connect(switch, inside, index, link))
+        yield made
+
+
+def set_link(host: Host, *, up: bool) -> None:
+    """Pulls a host's cable, or plugs it in again."""
+    host.run("ip", "link", "set", INTERFACE, "up" if up else "down")
+
+
+def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link: LinkShape) -> Host:
+    port = f"port{index}"
+    holder_pid = inside[inside.index("--target") + 1]
+    address = f"{_NETWORK}.{index + 1}"
+    _run([*switch, "ip", "link", "add", port, "type", "veth", "peer", "name", f"{port}-host"])
+    _run([*switch, "ip", "link", "set", f"{port}-host", "netns", holder_pid])
+    _run([*switch, "ip", "link", "set", port, "master", "switch", "up"])
+    host = Host(index=index, address=address, prefix=inside)
+    host.run("ip", "link", "set", f"{port}-host", "name", INTERFACE)
+    host.run("ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
+    host.run("ip", "link", "set", "lo", "up")
+    host.run("ip", "link", "set", INTERFACE, "up")
+    # Both ends are shaped: the host's for what it sends, the switch's for what it receives.
+    _shape(inside, INTERFACE, link)
+    _shape(switch, port, link)
+    if link.loss > 0:
+        probability = ["-m", "statistic", "--mode", "random", "--probability", f"{link.loss:.6f}"]
+        host.run("iptables", "-A", "INPUT", "-i", INTERFACE, *probability, "-j", "DROP")
+    return host
+
+
+def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
+    parent = ["root"]
+    if link.delay_s > 0:
+        delay = f"{link.delay_s * 1e6:.0f}us"
+        netem = ["root", "handle", "1:", "netem", "delay", delay, "limit", "100000"]
+        _run([*prefix, "tc", "qdisc", "add", "dev", device, *netem])
+        parent = ["parent", "1:1"]
+    if link.rate_bits_per_s is not None:
+        _run([*prefix, "tc", "qdisc", "add", "dev", device, *parent, *link.bucket_arguments])
+
+
+@contextlib.contextmanager
+def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Holds a new namespace and yields the words that run a command in it."""
+    # `cat` ends when its standard input does, that is when this process is gone.
+    holder = subprocess.Popen(
+        [*prefix, "unshare", *_new_user_namespace(prefix), "--net", "cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _wait_until_held(holder)
+        yield (*_nsenter(holder.pid), "--net")
+    finally:
+        assert holder.stdin is not None
+        with contextlib.suppress(OSError):
+            holder.stdin.close()
+        end_processes([holder])
+        for stream in (holder.stdout, holder.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def _wait_until_held(holder: subprocess.Popen[bytes]) -> None:
+    """Waits until the holder answers: only then has it entered its namespace."""
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        holder.stdin.write(b"?\n")
+        holder.stdin.flush()
+        answered = holder.stdout.readline() == b"?\n"
+    except OSError:
+        answered = False
+    if not answered:
+        assert holder.stderr is not None
+        complaint = holder.stderr.read().decode(errors="replace").strip()
+        raise LabError(
+            f"the kernel does not let this user make network namespaces ({complaint}); run as "
+            "root, or allow unprivileged user namespaces"
+        )
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _new_user_namespace(prefix: tuple[str, ...]) -> list[str]:
+    # Only the first namespace of an ordinary user makes a user namespace; the others enter it.
+    return [] if _is_root() or prefix else ["--user", "--map-root-user"]
+
+
+def _nsenter(pid: int) -> tuple[str, ...]:
+    user = () if _is_root() else ("--user", "--preserve-credentials")
+    return ("nsenter", "--target", str(pid), *user)
+
+
+def _without_network(prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the words that enter the same user namespace but keep the own network."""
+    return () if _is_root() else tuple(word for word in prefix if word != "--net")
+
+
+def _require_tools(link: LinkShape) -> None:
+    tools = {**_TOOLS, **({"iptables": "iptables"} if link.loss > 0 else {})}
+    for tool, package in tools.items():
+        if shutil.which(tool) is None:
+            raise LabError(f"{tool} is not installed; it is in the package {package}")
+
+
+def _require_netem(switch: tuple[str, ...]) -> None:
+    try:
+        _run([*switch, "tc", "qdisc", "add", "dev", "switch", "root", "netem", "delay", "1ms"])
+    except LabError as error:
+        raise LabError(
+            "--delay needs netem (sch_netem), which this kernel does not have; leave it out"
+        ) from error
+    _run([*switch, "tc", "qdisc", "del", "dev", "switch", "root"])
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if result.returncode != 0:
+        shown = " ".join(command)
+        raise LabError(f"`{shown}` failed: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

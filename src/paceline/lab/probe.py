@@ -1,0 +1,76 @@
+"""How fast a link really is: one TCP stream for a moment, counted where it arrives.
+
+``python -m paceline.lab.probe receive ADDRESS`` prints the port that it listens on, then the
+payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT`` feeds it.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+
+from paceline.lab.network import Host, LabError
+
+_WARMUP_S = 0.15
+_DURATION_S = 0.6
+_CHUNK_BYTES = 1 << 18
+_TIMEOUT_S = 20.0
+
+
+def measure_link(sender: Host, receiver: Host) -> float:
+    """Returns the payload bits per second that arrive from one host at another."""
+    module = [sys.executable, "-m", "paceline.lab.probe"]
+    receiving = subprocess.Popen(
+        [*receiver.prefix, *module, "receive", receiver.address],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert receiving.stdout is not None
+        port = receiving.stdout.readline().strip()
+        sender.run(*module, "send", receiver.address, port)
+        measured, _ = receiving.communicate(timeout=_TIMEOUT_S)
+        return float(measured)
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise LabError(f"the link between the hosts carries nothing: {error}") from error
+    finally:
+        receiving.kill()
+        receiving.wait()
+
+
+def _receive(address: str) -> None:
+    with socket.create_server((address, 0)) as server:
+        server.settimeout(_TIMEOUT_S)
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        connection, _ = server.accept()
+    with connection:
+        connection.settimeout(_TIMEOUT_S)
+        buffer = bytearray(_CHUNK_BYTES)
+        begin = time.perf_counter()
+        # The bucket's burst and TCP's slow start are not the line.
+        while time.perf_counter() - begin < _WARMUP_S:
+            connection.recv_into(buffer)
+        begin = last = time.perf_counter()
+        num_bytes = 0
+        while count := connection.recv_into(buffer):
+            num_bytes += count
+            last = time.perf_counter()
+    sys.stdout.write(f"{num_bytes * 8 / (last - begin)}\n")
+
+
+def _send(address: str, port: int) -> None:
+    with socket.create_connection((address, port), timeout=_TIMEOUT_S) as connection:
+        # A small buffer, so that what is still queued at the end is a moment's worth.
+        chunk = bytes(_CHUNK_BYTES)
+        deadline = time.perf_counter() + _WARMUP_S + _DURATION_S
+        while time.perf_counter() < deadline:
+            connection.sendall(chunk)
+
+
+if __name__ == "__main__":
+    mode, target, *rest = sys.argv[1:]
+    if mode == "receive":
+        _receive(target)
+    else:
+        _send(target, int(rest[0]))

@@ -1,0 +1,102 @@
+"""Running a command once per rank on the hosts of the lab.
+
+Rank 0's standard output is ours, untouched, so that it can be piped; everything else goes to
+standard error, each line with its host and rank. The first rank that fails ends the others
+and gives the exit code.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from paceline.core.processes import termination_as_exit, wait_for_group
+from paceline.lab.network import INTERFACE, Host, hosts
+from paceline.lab.probe import measure_link
+from paceline.lab.rank import rank_command
+from paceline.lab.shaping import LinkShape
+from paceline.records.environment import threads_per_rank
+from paceline.records.links import LINK_RATE_VARIABLE, MEASURED_LINK_RATE_VARIABLE
+
+# Nothing else lives in a host's namespace, so any port is free.
+_MASTER_PORT = 15_000
+
+
+def run_in_lab(
+    command: Sequence[str], *, num_hosts: int, ranks_per_host: int, link: LinkShape
+) -> int:
+    """Makes the hosts, measures their link, runs the command on them, and cleans up."""
+    with termination_as_exit(), hosts(num_hosts, link) as made:
+        measured = measure_link(made[1], made[0]) if num_hosts > 1 else None
+        if measured is not None:
+            sys.stderr.write(f"paceline lab: the link carries {measured / 1e6:.0f} Mbit/s\n")
+        environment = _link_variables(link, measured)
+        return run_on_hosts(command, made, ranks_per_host, environment)
+
+
+def run_on_hosts(
+    command: Sequence[str],
+    made: Sequence[Host],
+    ranks_per_host: int,
+    environment: Mapping[str, str],
+) -> int:
+    """Runs the command once per rank and returns the exit code of all."""
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    pumps: list[threading.Thread] = []
+    for rank in range(len(made) * ranks_per_host):
+        host = made[rank // ranks_per_host]
+        process = subprocess.Popen(
+            rank_command(host, command),
+            env={**os.environ, **rank_environment(made, rank, ranks_per_host), **environment},
+            stdout=None if rank == 0 else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        name = f"host {host.index} rank {rank}"
+        processes[name] = process
+        pumps += [_pump(stream, name) for stream in (process.stdout, process.stderr) if stream]
+    exit_code, culprit = wait_for_group(processes)
+    for pump in pumps:
+        pump.join(timeout=5)
+    if culprit is not None:
+        sys.stderr.write(f"paceline lab: {culprit} failed with exit code {exit_code}\n")
+    return exit_code
+
+
+def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> dict[str, str]:
+    """Returns the variables by which a rank finds its place and the others."""
+    world_size = len(made) * ranks_per_host
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % ranks_per_host),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "GROUP_RANK": str(rank // ranks_per_host),
+        "MASTER_ADDR": made[0].address,
+        "MASTER_PORT": str(_MASTER_PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world_size))),
+    }
+
+
+def _pump(stream: IO[bytes], name: str) -> threading.Thread:
+    def copy() -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip("\n")
+            sys.stderr.write(f"{name} | {text}\n")
+        stream.close()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _link_variables(link: LinkShape, measured: float | None) -> dict[str, str]:
+    variables = {}
+    if link.rate_bits_per_s is not None:
+        variables[LINK_RATE_VARIABLE] = repr(link.rate_bits_per_s)
+    if measured is not None:
+        variables[MEASURED_LINK_RATE_VARIABLE] = repr(round(measured))
+    return variables

@@ -1,0 +1,245 @@
+"""A Slurm cluster of virtual nodes on this machine, in a directory of its own.
+
+One controller and one daemon per virtual node, all on loopback ports that were free when the
+cluster started; authentication through a munge of its own. Everything that it writes is in the
+directory, every process has its pid file there, and stopping ends exactly those. GPUs are files
+that Slurm counts and hands out; there is nothing behind them.
+"""
+
+import contextlib
+import dataclasses
+import getpass
+import os
+import pathlib
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from typing import Literal
+
+from paceline.core.errors import PacelineError
+
+_DAEMONS = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "munged": "munge",
+    "sinfo": "slurm-client",
+}
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.1
+
+
+class SlurmError(PacelineError):
+    """The local Slurm cannot be started, reached or stopped."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmStatus:
+    """What a cluster in a directory is doing."""
+
+    state: Literal["running", "stopped"]
+    directory: str
+    configuration: str
+    nodes: tuple[str, ...] = ()
+    """Each node with its state, as sinfo gives them."""
+
+
+def missing_packages() -> list[str]:
+    """Returns the Debian packages that a local Slurm needs and this machine lacks."""
+    # Daemons live in sbin, which an ordinary user's path leaves out.
+    return sorted({package for tool, package in _DAEMONS.items() if _find(tool) is None})
+
+
+def start_slurm(
+    directory: pathlib.Path, *, num_nodes: int, cpus_per_node: int, gpus_per_node: int
+) -> SlurmStatus:
+    """Starts a cluster and waits until all its nodes are idle."""
+    if packages := missing_packages():
+        raise SlurmError(f"Slurm is not installed; install {' '.join(packages)}")
+    if slurm_status(directory).state == "running":
+        raise SlurmError(f"a cluster is running in {directory}; stop it first")
+    directory = directory.resolve()
+    for name in ("run", "state", "log"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    key = directory / "munge.key"
+    key.unlink(missing_ok=True)
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    _write_configuration(directory, num_nodes, cpus_per_node, gpus_per_node)
+    configuration = str(directory / "slurm.conf")
+    try:
+        _start_munge(directory, key)
+        _start(["slurmctld", "-f", configuration], directory)
+        for index in range(num_nodes):
+            _start(["slurmd", "-f", configuration, "-N", f"n{index + 1}"], directory)
+        _wait_until_idle(directory, num_nodes)
+    except BaseException:
+        stop_slurm(directory)
+        raise
+    return slurm_status(directory)
+
+
+def stop_slurm(directory: pathlib.Path) -> None:
+    """Ends the cluster's processes, those whose pid files are in the directory."""
+    # Nodes first, so that the controller still hears their goodbye; munge last.
+    order = {"slurmd": 0, "slurmctld": 1, "munged": 2}
+    files = sorted(
+        (directory / "run").glob("*.pid"),
+        key=lambda path: order[path.name.partition(".")[0].partition("-")[0]],
+    )
+    for path in files:
+        with contextlib.suppress(ValueError, ProcessLookupError, FileNotFoundError):
+            pid = int(path.read_text())
+            if _is_own_daemon(pid):
+                _end(pid)
+        path.unlink(missing_ok=True)
+
+
+def slurm_status(directory: pathlib.Path) -> SlurmStatus:
+    """Returns whether a cluster runs in the directory, and its nodes."""
+    directory = directory.resolve()
+    configuration = str(directory / "slurm.conf")
+    status = SlurmStatus(state="stopped", directory=str(directory), configuration=configuration)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        pid = int((directory / "run" / "slurmctld.pid").read_text())
+        if _is_own_daemon(pid):
+            nodes = _sinfo(directory)
+            return dataclasses.replace(status, state="running", nodes=nodes)
+    return status
+
+
+def _write_configuration(
+    directory: pathlib.Path, num_nodes: int, cpus_per_node: int, gpus_per_node: int
+) -> None:
+    controller_port, *node_ports = _free_ports(num_nodes + 1)
+    gres = f" Gres=gpu:{gpus_per_node}" if gpus_per_node else ""
+    lines = [
+        "ClusterName=paceline",
+        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmctldPort={controller_port}",
+        f"SlurmUser={getpass.getuser()}",
+        f"SlurmdUser={getpass.getuser()}",
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={directory}/run/munge.socket",
+        f"StateSaveLocation={directory}/state",
+        f"SlurmdSpoolDir={directory}/state/%n",
+        f"SlurmctldPidFile={directory}/run/slurmctld.pid",
+        f"SlurmdPidFile={directory}/run/slurmd-%n.pid",
+        f"SlurmctldLogFile={directory}/log/slurmctld.log",
+        f"SlurmdLogFile={directory}/log/slurmd-%n.log",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        "ReturnToService=2",
+        # More CPUs than the machine has are claimed, so that several ranks can be placed.
+        "SlurmdParameters=config_overrides",
+        # Bind to loopback instead of all addresses.
+        "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny",
+        "MpiDefault=none",
+        "SwitchType=switch/none",
+        "InactiveLimit=0",
+        "KillWait=5",
+        *(["GresTypes=gpu"] if gpus_per_node else []),
+    ]
+    for index, port in enumerate(node_ports):
+        lines.append(
+            f"NodeName=n{index + 1} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
+            f"Port={port} CPUs={cpus_per_node} RealMemory=2000{gres} State=UNKNOWN"
+        )
+    lines.append(f"PartitionName=local Nodes=n[1-{num_nodes}] Default=YES MaxTime=60 State=UP")
+    (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+    gres_lines = []
+    if gpus_per_node:
+        devices = f"/dev/tty[0-{gpus_per_node - 1}]" if gpus_per_node > 1 else "/dev/tty0"
+        gres_lines = [f"NodeName=n[1-{num_nodes}] Name=gpu File={devices}"]
+    (directory / "gres.conf").write_text("\n".join(gres_lines) + "\n")
+
+
+def _start_munge(directory: pathlib.Path, key: pathlib.Path) -> None:
+    _start(
+        [
+            "munged",
+            "--force",
+            f"--socket={directory}/run/munge.socket",
+            f"--key-file={key}",
+            f"--pid-file={directory}/run/munged.pid",
+            f"--log-file={directory}/log/munged.log",
+            f"--seed-file={directory}/state/munge.seed",
+        ],
+        directory,
+    )
+
+
+def _start(command: list[str], directory: pathlib.Path) -> None:
+    program = _find(command[0])
+    assert program is not None
+    # Daemons go to the background by themselves and keep what they are given: give them nothing.
+    result = subprocess.run(
+        [program, *command[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        cwd=directory,
+    )
+    if result.returncode != 0:
+        complaint = result.stderr.strip() or f"see {directory / 'log'}"
+        raise SlurmError(f"{command[0]} did not start: {complaint}")
+
+
+def _wait_until_idle(directory: pathlib.Path, num_nodes: int) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    nodes: tuple[str, ...] = ()
+    while time.monotonic() < deadline:
+        nodes = _sinfo(directory)
+        if sum(node.endswith(" idle") for node in nodes) == num_nodes:
+            return
+        time.sleep(_POLL_INTERVAL_S)
+    raise SlurmError(
+        f"the nodes are not idle after {_START_TIMEOUT_S:.0f} s ({', '.join(nodes)}); "
+        f"see {directory / 'log'}"
+    )
+
+
+def _sinfo(directory: pathlib.Path) -> tuple[str, ...]:
+    result = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%N %T"],
+        env={**os.environ, "SLURM_CONF": str(directory / "slurm.conf")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return tuple(result.stdout.splitlines())
+
+
+def _find(tool: str) -> str | None:
+    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def _is_own_daemon(pid: int) -> bool:
+    """A stale pid file may name a stranger by now: only our daemons are ended."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip() in _DAEMONS
+    return False
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while _is_own_daemon(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports

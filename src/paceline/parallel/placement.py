@@ -1,0 +1,202 @@
+"""Which rank this process is, as its launcher says through the environment.
+
+Launchers: torchrun (and everything that sets RANK and WORLD_SIZE as it does, such as
+`paceline lab run`), Slurm with one task per rank, Slurm with one task per host that is to
+start a rank per GPU, and none. Pure functions of the environment, so that every case can
+be tested without a cluster.
+"""
+
+import dataclasses
+import subprocess
+from collections.abc import Mapping
+from typing import Literal
+
+from paceline.core.errors import UsageError
+
+Launcher = Literal["torchrun", "slurm", "spawn", "none"]
+
+# srun sets it; the script of sbatch, which is one process however many tasks the job has, only has
+# SLURM_PROCID.
+_SLURM_STEP = "SLURM_STEP_ID"
+
+# Above the ports that services register, below those that the kernel hands out on its own.
+_FIRST_PORT = 15_000
+_NUM_PORTS = 15_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One rank among all, and where they meet."""
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the ranks of this host; also of the accelerator to use."""
+    local_world_size: int
+    host: int
+    """Index of this host."""
+    num_hosts: int
+    master_address: str | None = None
+    """Where the ranks meet; None when they are alone or meet in a file."""
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} is not below the world size {self.world_size}")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise UsageError(
+                f"local rank {self.local_rank} is not below the {self.local_world_size} ranks of "
+                "this host"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostPlacement:
+    """A process that is to start the ranks of its host."""
+
+    host: int
+    num_hosts: int
+    ranks_per_host: int
+    master_address: str | None = None
+    master_port: int | None = None
+
+
+def find_placement(
+    environment: Mapping[str, str], ranks_per_host: int
+) -> Placement | HostPlacement:
+    """Finds this process's place among the ranks.
+
+    `ranks_per_host` counts where no launcher has started the ranks: a plain script, or the
+    only Slurm task of its host.
+    """
+    if "RANK" in environment:
+        return _from_variables(environment)
+    if _SLURM_STEP in environment:
+        return _from_slurm(environment, ranks_per_host)
+    if ranks_per_host > 1:
+        return HostPlacement(host=0, num_hosts=1, ranks_per_host=ranks_per_host)
+    return Placement(
+        launcher="none",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        host=0,
+        num_hosts=1,
+    )
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Returns whether a launcher has started this process as one of several, or may have."""
+    return "RANK" in environment or _SLURM_STEP in environment
+
+
+def slurm_accelerators(environment: Mapping[str, str]) -> int | None:
+    """Returns how many accelerators Slurm gave this task's host, where it says so."""
+    return _integer(environment, "SLURM_GPUS_ON_NODE", None)
+
+
+def job_port(environment: Mapping[str, str]) -> int:
+    """Derives a port from the job, so that two jobs on one host do not meet each other."""
+    job = _integer(environment, "SLURM_JOB_ID", 0) or 0
+    step = _integer(environment, "SLURM_STEP_ID", 0) or 0
+    return _FIRST_PORT + (job * 61 + step) % _NUM_PORTS
+
+
+def _from_variables(environment: Mapping[str, str]) -> Placement:
+    rank = _required(environment, "RANK")
+    world_size = _required(environment, "WORLD_SIZE")
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", None) or world_size
+    local_rank = _integer(environment, "LOCAL_RANK", None)
+    host = _integer(environment, "GROUP_RANK", None)
+    return Placement(
+        launcher="spawn" if "PACELINE_RENDEZVOUS_FILE" in environment else "torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size if local_rank is None else local_rank,
+        local_world_size=local_world_size,
+        host=rank // local_world_size if host is None else host,
+        num_hosts=-(-world_size // local_world_size),
+        master_address=environment.get("MASTER_ADDR"),
+        master_port=_integer(environment, "MASTER_PORT", None),
+    )
+
+
+def _from_slurm(environment: Mapping[str, str], ranks_per_host: int) -> Placement | HostPlacement:
+    num_tasks = _required(environment, "SLURM_STEP_NUM_TASKS")
+    num_hosts = _required(environment, "SLURM_STEP_NUM_NODES")
+    host = _required(environment, "SLURM_NODEID")
+    address = _first_slurm_address(environment) if num_hosts > 1 else "127.0.0.1"
+    port = job_port(environment)
+    if num_tasks == num_hosts and ranks_per_host > 1:
+        return HostPlacement(
+            host=host,
+            num_hosts=num_hosts,
+            ranks_per_host=ranks_per_host,
+            master_address=address,
+            master_port=port,
+        )
+    return Placement(
+        launcher="slurm",
+        rank=_required(environment, "SLURM_PROCID"),
+        world_size=num_tasks,
+        local_rank=_required(environment, "SLURM_LOCALID"),
+        local_world_size=_tasks_on_host(environment, host),
+        host=host,
+        num_hosts=num_hosts,
+        master_address=address,
+        master_port=port,
+    )
+
+
+def _tasks_on_host(environment: Mapping[str, str], host: int) -> int:
+    """Expands Slurm's list of tasks per host, such as ``2(x3),1``."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, repeat = part.partition("(x")
+        if count:
+            counts += [int(count)] * int(repeat.rstrip(")") or 1)
+    if host < len(counts):
+        return counts[host]
+    return _required(environment, "SLURM_STEP_NUM_TASKS")
+
+
+def _first_slurm_address(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST")
+    if not nodes:
+        raise UsageError("SLURM_STEP_NODELIST is not set: was this started by srun?")
+    first = _scontrol("show", "hostnames", nodes).split()[0]
+    # A node's name need not resolve; the controller knows the address that it is reached by.
+    for field in _scontrol("show", "node", "--oneliner", first).split():
+        if field.startswith("NodeAddr="):
+            return field.removeprefix("NodeAddr=")
+    return first
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        return subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(
+            f"cannot ask Slurm for the hosts of this job: {error}; set MASTER_ADDR, RANK and "
+            "WORLD_SIZE instead"
+        ) from error
+
+
+def _required(environment: Mapping[str, str], name: str) -> int:
+    value = _integer(environment, name, None)
+    if value is None:
+        raise UsageError(f"{name} is not set, although its companions are; check the launcher")
+    return value
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None) -> int | None:
+    if name not in environment:
+        return default
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise UsageError(f"{name} is {environment[name]!r}; it must be a whole number") from None

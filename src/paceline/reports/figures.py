@@ -1,0 +1,50 @@
+"""What all pictures share: size, colours, a subtitle that makes them self-contained, files.
+
+A picture's subtitle holds what all its records share, so that it can be read away from the
+page it was made for. Files are reproducible: the same records give the same bytes.
+"""
+
+import pathlib
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.records import Record
+from paceline.reports.selection import describe_fields, split_fields
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#3b6fb6", "#d97b29", "#4c9a5b", "#9a4c7a", "#6b6b6b", "#b8a13a")
+_SIZE_INCHES = (8.0, 4.8)
+_SUBTITLE_CHARACTERS = 110
+
+
+def new_figure(title: str, records: Sequence[Record]) -> tuple["Figure", "Axes"]:
+    """Returns an empty picture with its title, and with what the records share below it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    axes = figure.subplots()
+    shared, _varying = split_fields(records)
+    subtitle = textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
+    figure.suptitle(title, fontweight="bold")
+    axes.set_title(subtitle, fontsize="x-small", color="#444444")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def save_figure(figure: "Figure", directory: pathlib.Path, name: str) -> list[pathlib.Path]:
+    """Writes the figure as PNG and SVG and returns both paths."""
+    import matplotlib
+
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.{suffix}" for suffix in ("png", "svg")]
+    # Without these, every SVG would differ from the last by its date and random identifiers.
+    with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
+        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,71 @@
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+
+from paceline.benchmarks.communication import Collective, measure_collective
+from paceline.benchmarks.config import CommunicationCase
+from paceline.core.operations import Operation
+from paceline.parallel import RankError, RankPool
+
+Pools = Callable[[int], RankPool]
+CPU = torch.device("cpu")
+
+
+def _check(_rank: int, world_size: int, operation: Operation, size_bytes: int) -> int:
+    collective = Collective(operation, size_bytes, CPU)
+    collective.check()
+    assert collective.num_elements % world_size == 0
+    return collective.size_bytes
+
+
+def _check_wrong(rank: int, _world_size: int) -> None:
+    collective = Collective("all_reduce", 1000, CPU)
+    run = collective.run
+
+    def spoiled() -> None:
+        run()
+        collective.output[-1] += 1
+
+    collective.run = spoiled  # type: ignore[method-assign]
+    collective.check()
+
+
+def _measure(_rank: int, _world_size: int, case: CommunicationCase) -> list[float]:
+    return measure_collective(case, CPU)
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_operation_gives_the_right_result(
+    rank_pool: Pools, operation: Operation, world_size: int
+) -> None:
+    for size_bytes in (1, 1000, 100_001):
+        sizes = rank_pool(world_size).run(_check, operation, size_bytes)
+        assert abs(sizes[0] - size_bytes) <= 4 * world_size
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    complaint = r"all_reduce of \d+ bytes gave a wrong result"
+    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
+        pool.run(_check_wrong)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
+def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operation) -> None:
+    case = CommunicationCase(
+        operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=30
+    )
+    times = rank_pool(2).run(_measure, case)
+    assert times[0] == times[1]
+    assert len(times[0]) == 7
+    assert all(seconds > 0 for seconds in times[0])
+
+
+def test_a_time_limit_lowers_the_repetitions_on_all_ranks(rank_pool: Pools) -> None:
+    case = CommunicationCase(
+        operation="all_reduce", size_bytes=10**7, warmup=1, steps=10_000, time_limit_s=0.05
+    )
+    times = rank_pool(2).run(_measure, case)
+    assert 3 <= len(times[0]) == len(times[1]) < 1000

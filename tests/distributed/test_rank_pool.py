@@ -1,0 +1,61 @@
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.parallel import RankError, RankPool
+
+
+def _process_id(rank: int, world_size: int) -> int:
+    values = torch.ones(1)
+    dist.all_reduce(values)
+    assert values.item() == world_size
+    return os.getpid()
+
+
+def _raise(rank: int, _world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("unhappy")
+    dist.barrier()
+
+
+def _unpicklable(_rank: int, _world_size: int) -> object:
+    return lambda: None
+
+
+def test_a_second_function_runs_on_the_same_ranks() -> None:
+    with RankPool(2, timeout_s=60) as pool:
+        first = pool.run(_process_id)
+        started = time.monotonic()
+        assert pool.run(_process_id) == first
+        assert time.monotonic() - started < 1
+
+
+def test_after_a_failure_new_ranks_are_started() -> None:
+    with RankPool(2, timeout_s=60) as pool:
+        first = pool.run(_process_id)
+        started = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 failed:(?s:.*)unhappy"):
+            pool.run(_raise)
+        assert time.monotonic() - started < 5
+        for pid in first:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        assert set(pool.run(_process_id)).isdisjoint(first)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with RankPool(1, timeout_s=60) as pool, pytest.raises(RankError, match="pickle"):
+        pool.run(_unpicklable)
+
+
+def test_nothing_is_left_when_a_pool_is_closed(rank_pool: Callable[[int], RankPool]) -> None:
+    with RankPool(2, timeout_s=60) as pool:
+        pids = pool.run(_process_id)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(rank_pool(2).run(_process_id)) == 2

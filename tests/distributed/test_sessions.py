@@ -1,0 +1,318 @@
+"""One example file, every way to start it; nothing is left behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.core.units import MB
+from paceline.lab import LinkShape, hosts
+from paceline.lab.network import LabError
+from paceline.lab.slurm import missing_packages, slurm_status, start_slurm, stop_slurm
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples" / "all_reduce.py")
+PYTHON = sys.executable
+BIN = pathlib.Path(sys.executable).parent
+
+
+def _lab_is_possible() -> str | None:
+    try:
+        with hosts(1):
+            return None
+    except LabError as error:
+        return str(error)
+
+
+LAB_MISSING = _lab_is_possible()
+needs_lab = pytest.mark.skipif(LAB_MISSING is not None, reason=str(LAB_MISSING))
+needs_slurm = pytest.mark.skipif(
+    bool(missing_packages()), reason=f"not installed: {' '.join(missing_packages())}"
+)
+
+
+def _run(
+    *command: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=clean | (environment or {})
+    )
+
+
+def _descendants(marker: str) -> list[str]:
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marker in command and process.name != str(os.getpid()):
+            found.append(command)
+    return found
+
+
+def _nothing_is_left(marker: str = EXAMPLE) -> bool:
+    deadline = time.monotonic() + 6
+    while time.monotonic() < deadline:
+        if not _descendants(marker):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_alone() -> None:
+    result = _run(PYTHON, EXAMPLE)
+    assert result.stdout == "1 ranks on 1 host(s): 1\n", result.stderr
+
+
+def test_a_plain_script_starts_copies_of_itself() -> None:
+    result = _run(PYTHON, EXAMPLE, "--ranks", "3")
+    assert result.stdout == "3 ranks on 1 host(s): 6\n", result.stderr
+    failed = _run(PYTHON, EXAMPLE, "--ranks", "2", "--fail-on-rank", "1")
+    assert failed.returncode == 3
+    assert "rank 1 failed with exit code 3" in failed.stderr
+    assert _nothing_is_left()
+
+
+def test_torchrun() -> None:
+    torchrun = str(BIN / "torchrun")
+    result = _run(torchrun, "--nproc-per-node", "2", "--standalone", EXAMPLE)
+    assert result.stdout == "2 ranks on 1 host(s): 3\n", result.stderr
+    failed = _run(torchrun, "--nproc-per-node", "2", "--standalone", EXAMPLE, "--fail-on-rank", "1")
+    assert failed.returncode == 1
+    assert "exitcode  : 3" in failed.stderr
+    assert _nothing_is_left()
+
+
+@needs_lab
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host"), [(2, 1), (4, 1), (2, 2)])
+def test_the_lab(num_hosts: int, ranks_per_host: int) -> None:
+    lab = [str(BIN / "paceline"), "lab", "run", "--rate", "1gbit"]
+    lab += ["--hosts", str(num_hosts), "--ranks-per-host", str(ranks_per_host), "--", PYTHON]
+    result = _run(*lab, EXAMPLE)
+    world_size = num_hosts * ranks_per_host
+    total = world_size * (world_size + 1) // 2
+    assert result.stdout == f"{world_size} ranks on {num_hosts} host(s): {total}\n", result.stderr
+    assert "the link carries" in result.stderr
+
+
+@needs_lab
+def test_the_lab_passes_exit_codes_and_names_the_rank() -> None:
+    lab = [str(BIN / "paceline"), "lab", "run", "--", PYTHON, EXAMPLE]
+    failed = _run(*lab, "--fail-on-rank", "1")
+    assert failed.returncode == 3
+    assert "host 1 rank 1 failed with exit code 3" in failed.stderr
+    assert _nothing_is_left()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    directory = tmp_path_factory.mktemp("slurm")
+    status = start_slurm(directory, num_nodes=2, cpus_per_node=4, gpus_per_node=2)
+    assert status.nodes == ("n1 idle", "n2 idle")
+    yield {"SLURM_CONF": status.configuration}
+    stop_slurm(directory)
+    assert slurm_status(directory).state == "stopped"
+    assert _nothing_is_left(str(directory))
+
+
+@needs_slurm
+@pytest.mark.parametrize(
+    ("options", "world_size", "num_hosts"),
+    [
+        (["-N", "1", "-n", "2"], 2, 1),
+        (["-N", "2", "--ntasks-per-node", "2"], 4, 2),
+        # One task per node, which sees two GPUs and starts a rank for each.
+        (["-N", "1", "-n", "1", "--gpus-per-node", "2"], 2, 1),
+        (["-N", "2", "-n", "2", "--gpus-per-node", "2"], 4, 2),
+    ],
+)
+def test_slurm(slurm: dict[str, str], options: list[str], world_size: int, num_hosts: int) -> None:
+    result = _run("srun", *options, PYTHON, EXAMPLE, environment=slurm)
+    total = world_size * (world_size + 1) // 2
+    assert result.stdout == f"{world_size} ranks on {num_hosts} host(s): {total}\n", result.stderr
+
+
+@needs_slurm
+@pytest.mark.parametrize("options", [["-n", "2"], ["-n", "1", "--gpus-per-node", "2"]])
+def test_slurm_passes_exit_codes(slurm: dict[str, str], options: list[str]) -> None:
+    failed = _run(
+        "srun",
+        "-N",
+        "1",
+        *options,
+        PYTHON,
+        EXAMPLE,
+        "--fail-on-rank",
+        "1",
+        environment=slurm,
+    )
+    assert failed.returncode == 3, failed.stderr
+    assert _nothing_is_left()
+
+
+def test_ranks_die_with_a_killed_script() -> None:
+    code = (
+        "import time\n"
+        "from paceline.parallel import distributed_session\n"
+        "with distributed_session(ranks_per_host=2):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(120)  # marker-of-a-killed-script\n"
+    )
+    parent = subprocess.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert [parent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert _nothing_is_left("marker-of-a-killed-script")
+
+
+LISTENING = """
+import os, pathlib, sys
+from paceline.parallel import distributed_session
+import torch, torch.distributed as dist
+
+def listeners():
+    inodes = set()
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in pathlib.Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+with distributed_session(ranks_per_host=2) as session:
+    dist.all_reduce(torch.ones(1000))
+    for address in listeners():
+        print(address, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_listens_beyond_loopback(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(LISTENING)
+    result = _run(PYTHON, str(script))
+    assert result.returncode == 0, result.stderr
+    addresses = set(result.stdout.split())
+    assert addresses <= {"0100007F", "00000000000000000000000001000000"}
+    assert addresses, "gloo listens somewhere; the test must see it"
+
+
+@needs_lab
+def test_a_shaped_link_carries_its_rate() -> None:
+    from paceline.lab.probe import measure_link
+
+    for rate in (200e6, 1e9):
+        with hosts(2, LinkShape(rate_bits_per_s=rate)) as (first, second):
+            assert 0.9 * rate < measure_link(second, first) < 1.02 * rate
+
+
+@needs_lab
+def test_a_lab_killed_by_force_leaves_nothing() -> None:
+    command = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--", "sleep", "98765"]
+    lab = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert lab.stderr is not None
+    assert "the link carries" in lab.stderr.readline()
+    while not _descendants("sleep 98765"):
+        time.sleep(0.05)
+    os.kill(lab.pid, signal.SIGKILL)
+    lab.wait()
+    lab.stderr.close()
+    assert _nothing_is_left("sleep 98765")
+
+
+@needs_lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes an ordinary user, so needs root")
+def test_an_ordinary_user_has_a_lab_too() -> None:
+    code = (
+        "import os\n"
+        "from paceline.lab import LinkShape, hosts\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "with hosts(2, LinkShape(rate_bits_per_s=1e8)) as made:\n"
+        "    print(made[0].run('ping', '-c', '1', '-W', '2', made[1].address) != '')\n"
+    )
+    probe = subprocess.run(
+        ["setpriv", "--reuid", "65534", "--clear-groups", "unshare", "-Urn", "true"],
+        capture_output=True,
+    )
+    if probe.returncode != 0:
+        pytest.skip("this kernel allows ordinary users no user namespaces")
+    result = _run(PYTHON, "-c", code)
+    assert result.stdout == "True\n", result.stderr
+
+
+@needs_lab
+def test_a_delay_needs_netem_or_is_refused_by_name() -> None:
+    result = _run(str(BIN / "paceline"), "lab", "run", "--delay", "5ms", "--", "echo", "reached")
+    if result.returncode == 0:
+        assert result.stdout == "reached\n"
+    else:
+        assert "netem" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+LINK_DOWN = """
+import sys, time
+import torch
+from paceline.benchmarks.communication import Collective
+from paceline.parallel import distributed_session
+
+with distributed_session(timeout_s=8) as session:
+    collective = Collective("all_reduce", {size}, torch.device("cpu"))
+    collective.run()
+    print("running", flush=True, file=sys.stderr)
+    while True:
+        collective.run()
+"""
+
+
+@needs_lab
+def test_a_pulled_cable_ends_every_rank_in_time(tmp_path: pathlib.Path) -> None:
+    from paceline.lab.network import set_link
+    from paceline.lab.rank import rank_command
+    from paceline.lab.run import rank_environment
+
+    script = tmp_path / "link_down.py"
+    script.write_text(LINK_DOWN.replace("{size}", str(20 * MB)))
+    with hosts(2, LinkShape(rate_bits_per_s=2e8)) as made:
+        ranks = [
+            subprocess.Popen(
+                rank_command(made[rank], [PYTHON, str(script)]),
+                env=os.environ | rank_environment(made, rank, ranks_per_host=1),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            assert process.stderr is not None
+            while process.stderr.readline() != "running\n":
+                assert process.poll() is None
+        time.sleep(0.5)
+        set_link(made[1], up=False)
+        pulled = time.monotonic()
+        for rank, process in enumerate(ranks):
+            _, error = process.communicate(timeout=60)
+            assert process.returncode != 0
+            assert f"rank {rank}: all_reduce of 20 MB failed" in error
+        assert time.monotonic() - pulled < 8 + 5
