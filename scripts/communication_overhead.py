@@ -21,7 +21,8 @@ from paceline.parallel import RankPool
 from paceline.records import Metric, Record, RecordStore
 
 WORLD_SIZE = 2
-SIZES = (1 * MB, 10 * MB, 100 * MB)
+# About half a minute each.
+ROUNDS = {1 * MB: 4000, 10 * MB: 1000, 100 * MB: 120}
 WARMUP = 5
 
 
@@ -53,8 +54,8 @@ def main() -> int:
     parser.add_argument("store")
     arguments = parser.parse_args()
     with RankPool(WORLD_SIZE, timeout_s=300) as pool:
-        for size_bytes in SIZES:
-            rounds = 4000 * MB // size_bytes if size_bytes > 10 * MB else 400
+        for size_bytes in ROUNDS:
+            rounds = ROUNDS[size_bytes]
             subject, baseline = pool.run(both_ways, size_bytes, rounds)[0]
             ratio = ratio_metric(subject, baseline)
             record = Record(

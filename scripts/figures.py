@@ -20,15 +20,20 @@ RESULTS = ROOT / "results"
 TABLES = ROOT / "docs" / "generated"
 IMAGES = ROOT / "docs" / "images"
 
-# Name of the table: store that it is made of, and what it shows.
-TABLE_SOURCES: dict[str, tuple[str, View]] = {
-    "step-sizes": ("step-sizes", "time"),
-    "step-memory": ("step-sizes", "memory"),
-    "step-warmup": ("step-warmup", "time"),
-    "step-precision": ("step-precision", "time"),
-    "step-context": ("step-context", "time"),
-    "attention-naive": ("attention-naive", "time"),
-    "harness-overhead": ("harness-overhead", "time"),
+# Name of the table: store that it is made of, kind of record, and what it shows.
+TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
+    "step-sizes": ("step-sizes", "step", "time"),
+    "step-memory": ("step-sizes", "step", "memory"),
+    "step-warmup": ("step-warmup", "step", "time"),
+    "step-precision": ("step-precision", "step", "time"),
+    "step-context": ("step-context", "step", "time"),
+    "attention-naive": ("attention-naive", "attention", "time"),
+    "harness-overhead": ("harness-overhead", "comparison", "time"),
+    "communication-lab": ("communication-lab", "comm", "time"),
+    "communication-lab-fit": ("communication-lab", "collective_fit", "time"),
+    "communication-loopback": ("communication-loopback", "comm", "time"),
+    "communication-loopback-fit": ("communication-loopback", "collective_fit", "time"),
+    "communication-overhead": ("communication-overhead", "comparison", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
@@ -38,6 +43,8 @@ PICTURE_SOURCES = {
     "precision": ("step-precision", "precision"),
     "attention-time": ("attention-naive", "attention-time"),
     "attention-memory": ("attention-naive", "attention-memory"),
+    "communication-lab": ("communication-lab", "communication"),
+    "communication-loopback": ("communication-loopback", "communication"),
 }
 
 
@@ -84,8 +91,10 @@ def hardware_tables() -> str:
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
-        f"{name}.md": render_markdown(records_table(read(store), view))
-        for name, (store, view) in TABLE_SOURCES.items()
+        f"{name}.md": render_markdown(
+            records_table([record for record in read(store) if record.kind == kind], view)
+        )
+        for name, (store, kind, view) in TABLE_SOURCES.items()
     }
     return {**made, "hardware.md": hardware_tables()}
 

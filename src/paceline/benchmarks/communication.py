@@ -19,7 +19,7 @@ from paceline.benchmarks.devices import synchronize
 from paceline.core.errors import PacelineError
 from paceline.core.operations import Operation
 from paceline.parallel.collectives import all_gather_single, reduce_scatter_single
-from paceline.parallel.process_group import naming_collective
+from paceline.parallel.process_group import collective_error
 
 _ELEMENT_BYTES = 4
 _ROOT = 0
@@ -66,8 +66,10 @@ class Collective:
 
     def run(self) -> None:
         """Runs the operation; an error names rank, operation and size."""
-        with naming_collective(self.operation, self.size_bytes):
+        try:
             self._call()
+        except RuntimeError as error:
+            raise collective_error(self.operation, self.size_bytes, error) from error
 
     def check(self) -> None:
         """Runs the operation on known values and looks at every element."""

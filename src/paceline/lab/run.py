@@ -77,6 +77,8 @@ def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> di
         "MASTER_PORT": str(_MASTER_PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NCCL_SOCKET_IFNAME": INTERFACE,
+        # torch warns on every connection that these addresses have no names.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world_size))),
     }
 

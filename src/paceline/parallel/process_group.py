@@ -98,16 +98,12 @@ def distributed_session(
     dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def naming_collective(operation: str, num_bytes: int) -> Iterator[None]:
-    """Makes an error inside name the rank, the operation and its size."""
-    try:
-        yield
-    except (RuntimeError, dist.DistBackendError) as error:
-        rank = dist.get_rank() if dist.is_initialized() else "?"
-        cause = str(error).partition("\n")[0]
-        size = format_decimal(num_bytes, "B")
-        raise CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}") from error
+def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> CollectiveError:
+    """Returns an error that names the rank, the operation and its size."""
+    rank = dist.get_rank() if dist.is_initialized() else "?"
+    cause = str(error).partition("\n")[0]
+    size = format_decimal(num_bytes, "B")
+    return CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}")
 
 
 def join_process_group(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.core.errors import UsageError
+from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import MEASURED_LINK_RATE
 
@@ -17,6 +18,7 @@ _DIMENSIONS = (
     "head_dim",
     "tied_embeddings",
 )
+_UNIT_SUFFIXES = {"_bits_per_s": "bit/s", "_bytes": "B"}
 # What a record carries to be complete, and a reader rarely needs to see.
 _UNREMARKABLE = {
     "float32_matmul_precision": "highest",
@@ -52,7 +54,9 @@ def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[
 
 def describe_fields(fields: dict[str, CaseValue]) -> str:
     """Writes fields as a phrase, such as ``batch 4, precision float32``."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+    return ", ".join(
+        f"{field_label(name)} {field_text(name, value)}" for name, value in fields.items()
+    )
 
 
 def describe_case(record: Record, varying: Sequence[str], separator: str = ", ") -> str:
@@ -62,7 +66,7 @@ def describe_case(record: Record, varying: Sequence[str], separator: str = ", ")
     return separator.join(
         str(record.case.get(field))
         if field in ("model", "precision", "phase", "operation")
-        else f"{field.replace('_', ' ')} {record.case.get(field)}"
+        else f"{field_label(field)} {field_text(field, record.case.get(field))}"
         for field in varying
     )
 
@@ -87,6 +91,23 @@ def case_number(record: Record, field: str) -> float:
     if not isinstance(value, int | float):
         raise UsageError(f"case.{field} of a {record.kind!r} record is {value!r}, not a number")
     return value
+
+
+def field_label(field: str) -> str:
+    """Writes a case field's name for people; its unit is written with the value."""
+    for suffix in _UNIT_SUFFIXES:
+        field = field.removesuffix(suffix)
+    return field.replace("_", " ")
+
+
+def field_text(field: str, value: CaseValue) -> str:
+    """Writes a case field's value for people."""
+    if value is None:
+        return "n/a"
+    for suffix, unit in _UNIT_SUFFIXES.items():
+        if field.endswith(suffix) and isinstance(value, int | float):
+            return format_decimal(value, unit)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _is_named(record: Record) -> bool:

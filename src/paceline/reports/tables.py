@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.units import format_binary_bytes, format_decimal
-from paceline.records import CaseValue, Metric, Record
-from paceline.reports.selection import describe_case, describe_fields, single_kind, split_fields
+from paceline.records import Metric, Record
+from paceline.reports.selection import (
+    describe_case,
+    describe_fields,
+    field_label,
+    field_text,
+    single_kind,
+    split_fields,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -174,14 +181,14 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
     ]
     rows = tuple(
         (
-            *(_case_text(record.case.get(field)) for field in varying),
+            *(field_text(field, record.case.get(field)) for field in varying),
             *_metric_texts(record, columns),
         )
         for record in records
     )
     return Table(
         headers=(
-            *(field.replace("_", " ") for field in varying),
+            *(field_label(field) for field in varying),
             *(column.header for column in columns),
         ),
         rows=rows,
@@ -200,10 +207,6 @@ def _notes(record: Record, varying: Sequence[str]) -> list[str]:
     if record.reason is not None:
         notes.append(f"{case}: {record.outcome.replace('_', ' ')}: {record.reason}")
     return notes
-
-
-def _case_text(value: CaseValue) -> str:
-    return _NOT_APPLICABLE if value is None else str(value)
 
 
 def _metric_texts(record: Record, columns: Sequence[_Column]) -> list[str]:

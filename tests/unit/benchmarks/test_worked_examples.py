@@ -6,6 +6,7 @@ import statistics
 import pytest
 
 from paceline.accounting import count_parameters
+from paceline.accounting.collectives import bus_factor
 from paceline.core import find_device, model_preset
 
 
@@ -39,3 +40,28 @@ def test_a_constant_time_per_layer_is_launching() -> None:
     milliseconds = {"small": 35, "medium": 73, "large": 97, "xl": 132, "2.7B": 79}
     per_layer = [time / model_preset(name).num_layers for name, time in milliseconds.items()]
     assert [round(value, 1) for value in per_layer] == [2.9, 3.0, 2.7, 2.8, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bus_bandwidths"),
+    [
+        ({2: 0.7987, 4: 1.0348, 6: 1.2857}, [1.25, 1.45, 1.30]),
+        ({2: 5.617e-3, 4: 7.419e-3, 6: 8.344e-3}, [178, 202, 200]),
+        ({2: 0.424514, 4: 0.675741, 6: 0.846845}, [2.4, 2.2, 2.0]),
+    ],
+)
+def test_bus_bandwidths_of_published_all_reduces(
+    seconds: dict[int, float], bus_bandwidths: list[float]
+) -> None:
+    computed = [bus_factor("all_reduce", ranks) / time for ranks, time in seconds.items()]
+    assert computed == pytest.approx(bus_bandwidths, rel=0.02)
+
+
+def test_nvlink_is_used_to_two_thirds_by_the_published_a100_all_reduce() -> None:
+    line = find_device("a100-sxm-80gb").links[0].bytes_per_s.value
+    assert 178e9 / line == pytest.approx(0.59, abs=0.01)
+    assert 202e9 / line == pytest.approx(0.67, abs=0.01)
+
+
+def test_what_the_timed_set_up_hides() -> None:
+    assert pytest.approx(16.6e9, rel=0.01) == 0.999e9 / (0.424514 - 0.364509)
