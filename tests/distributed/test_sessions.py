@@ -163,10 +163,10 @@ def test_slurm_passes_exit_codes(slurm: dict[str, str], options: list[str]) -> N
 
 def test_ranks_die_with_a_killed_script() -> None:
     code = (
-        "import time\n"
+        "import os, time\n"
         "from paceline.parallel import distributed_session\n"
         "with distributed_session(ranks_per_host=2):\n"
-        "    print('ready', flush=True)\n"
+        "    os.write(1, b'ready\\n')\n"
         "    time.sleep(120)  # marker-of-a-killed-script\n"
     )
     parent = subprocess.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -203,7 +203,8 @@ def listeners():
 with distributed_session(ranks_per_host=2) as session:
     dist.all_reduce(torch.ones(1000))
     for address in listeners():
-        print(address, flush=True)
+        # In one call, so that the lines of two ranks cannot mix.
+        os.write(1, f"{address}\\n".encode())
 """
 
 

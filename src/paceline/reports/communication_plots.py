@@ -19,6 +19,7 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")
+    axes.set_yscale("log")
     has_line_rate = False
     for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
         color = COLORS[index % len(COLORS)]
@@ -53,6 +54,5 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
         )
     axes.set_xlabel("message size (bytes)")
     axes.set_ylabel("algorithm bandwidth (GB/s)")
-    axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
     return figure

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
-from paceline.records.kinds import MEASURED_LINK_RATE
+from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE
 
 # A model's name stands for its dimensions; they are shown only for shapes without a name.
 _DIMENSIONS = (
@@ -103,7 +103,7 @@ def field_label(field: str) -> str:
 def field_text(field: str, value: CaseValue) -> str:
     """Writes a case field's value for people."""
     if value is None:
-        return "n/a"
+        return "unshaped" if field == LINK_RATE else "n/a"
     for suffix, unit in _UNIT_SUFFIXES.items():
         if field.endswith(suffix) and isinstance(value, int | float):
             return format_decimal(value, unit)
