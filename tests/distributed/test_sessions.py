@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +228,17 @@ def test_a_shaped_link_carries_its_rate() -> None:
     for rate in (200e6, 1e9):
         with hosts(2, LinkShape(rate_bits_per_s=rate)) as (first, second):
             assert 0.9 * rate < measure_link(second, first) < 1.02 * rate
+
+
+@needs_lab
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables drops the packets")
+def test_a_lossy_link_loses_packets() -> None:
+    with hosts(2, LinkShape(loss=0.2)) as (first, second):
+        answered = first.run("ping", "-c", "150", "-i", "0.01", "-W", "1", second.address)
+    match = re.search(r"([\d.]+)% packet loss", answered)
+    assert match is not None
+    # Both directions lose a fifth: 36% of the pings, within four deviations of 150 of them.
+    assert 20 < float(match[1]) < 52
 
 
 @needs_lab
