@@ -54,5 +54,6 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
         )
     axes.set_xlabel("message size (bytes)")
     axes.set_ylabel("algorithm bandwidth (GB/s)")
-    axes.legend(fontsize="small")
+    # Below the picture: the curves lie anywhere in it.
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure
