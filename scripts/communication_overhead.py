@@ -19,6 +19,7 @@ from paceline.benchmarks.measure import ratio_metric
 from paceline.core.units import MB
 from paceline.parallel import RankPool
 from paceline.records import Metric, Record, RecordStore
+from paceline.records.environment import threads_per_rank
 
 WORLD_SIZE = 2
 # About half a minute each.
@@ -67,6 +68,7 @@ def main() -> int:
                     "size_bytes": size_bytes,
                     "world_size": WORLD_SIZE,
                     **describe_place(torch.device("cpu")).as_case(),
+                    "threads": threads_per_rank(WORLD_SIZE),
                     "warmup": WARMUP,
                     "rounds": rounds,
                 },

@@ -4,7 +4,8 @@ from typing import get_args
 import pytest
 import torch
 
-from paceline.benchmarks.communication import Collective, measure_collective
+from paceline.benchmarks import communication
+from paceline.benchmarks.communication import Collective, measure_collective, time_call
 from paceline.benchmarks.config import CommunicationCase
 from paceline.core.operations import Operation
 from paceline.parallel import RankError, RankPool
@@ -32,8 +33,29 @@ def _check_wrong(rank: int, _world_size: int) -> None:
     collective.check()
 
 
-def _measure(_rank: int, _world_size: int, case: CommunicationCase) -> list[float]:
-    return measure_collective(case, CPU)
+def _measure(
+    rank: int, _world_size: int, case: CommunicationCase, slow_rank: int | None = None
+) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == slow_rank:
+
+            def slow_time_call(collective: Collective, device: torch.device) -> float:
+                return time_call(collective, device) + 5.0
+
+            patch.setattr(communication, "time_call", slow_time_call)
+        return measure_collective(case, CPU).samples
+
+
+def _check_astray(_rank: int, _world_size: int) -> None:
+    collective = Collective("all_to_all", 1000, CPU)
+    run = collective.run
+
+    def exchanged() -> None:
+        run()
+        collective.output.copy_(collective.output.flip(0))
+
+    collective.run = exchanged  # type: ignore[method-assign]
+    collective.check()
 
 
 @pytest.mark.parametrize("operation", get_args(Operation))
@@ -52,15 +74,22 @@ def test_a_wrong_result_is_noticed() -> None:
         pool.run(_check_wrong)
 
 
+def test_chunks_that_went_astray_are_noticed() -> None:
+    complaint = r"all_to_all of \d+ bytes gave a wrong result"
+    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
+        pool.run(_check_astray)
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operation) -> None:
     case = CommunicationCase(
-        operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=30
+        operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=31
     )
-    times = rank_pool(2).run(_measure, case)
-    assert times[0] == times[1]
-    assert len(times[0]) == 7
-    assert all(seconds > 0 for seconds in times[0])
+    for slow_rank in (0, 1):
+        times = rank_pool(2).run(_measure, case, slow_rank)
+        assert times[0] == times[1]
+        assert len(times[0]) == 6
+        assert all(seconds > 5 for seconds in times[0])
 
 
 def test_a_time_limit_lowers_the_repetitions_on_all_ranks(rank_pool: Pools) -> None:

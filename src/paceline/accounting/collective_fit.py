@@ -2,8 +2,9 @@
 
 One line through all sizes is not enough: libraries change their algorithm with the size, and
 caches end. The sizes are cut into up to three runs, each with its own t = latency + S/bandwidth,
-fitted in relative error, so that a kilobyte counts as much as a gigabyte. A cut must earn its
-parameters (Bayesian information criterion, with a floor below which errors are noise). Intervals
+fitted in relative error, so that a kilobyte counts as much as a gigabyte. A run has at least three
+sizes, so that fewer than six are never cut, and a cut must earn its parameters (Bayesian
+information criterion, with a floor below which errors are noise). Intervals
 come from a bootstrap over the repetitions of each size.
 """
 
@@ -34,8 +35,8 @@ class Segment:
     smallest_bytes: float
     largest_bytes: float
     latency_s: Estimate
-    bytes_per_s: Estimate
-    """Algorithm bandwidth."""
+    bytes_per_s: Estimate | None
+    """Algorithm bandwidth; None where the time does not grow with the size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class CollectiveFit:
             # Between two segments, the geometric middle is the border.
             if size_bytes > np.sqrt(left.largest_bytes * right.smallest_bytes):
                 chosen = right
+        if chosen.bytes_per_s is None:
+            return chosen.latency_s.value
         return chosen.latency_s.value + size_bytes / chosen.bytes_per_s.value
 
 
@@ -78,12 +81,13 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
         latency, inverse = (float(value[0]) for value in _fit_line(sizes[part], times[None, part]))
         errors.append(np.abs(latency + inverse * sizes[part] - times[part]) / times[part])
         latencies, inverses = _fit_line(sizes[part], draws[:, part])
+        grows = inverse > 0 and bool((inverses > 0).all())
         segments.append(
             Segment(
                 smallest_bytes=float(sizes[part][0]),
                 largest_bytes=float(sizes[part][-1]),
                 latency_s=_interval(latency, latencies),
-                bytes_per_s=_interval(1 / inverse, 1 / inverses),
+                bytes_per_s=_interval(1 / inverse, 1 / inverses) if grows else None,
             )
         )
     return CollectiveFit(
@@ -105,6 +109,14 @@ def find_warnings(
                     f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
                     "the communicator was timed; warm up before measuring"
                 ),
+            )
+        )
+    if any(segment.bytes_per_s is None for segment in fit.segments):
+        warnings.append(
+            CommunicationWarning(
+                name="undetermined_bandwidth",
+                message="the time does not grow with the size: only latency was measured; use "
+                "larger sizes",
             )
         )
     if line_bytes_per_s is not None and bus_bytes_per_s > 1.02 * line_bytes_per_s:
@@ -162,7 +174,7 @@ def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
     inverse = np.where(no_latency, s / ss, inverse)
     flat = inverse <= 0
     latency = np.where(flat, w / ww, latency)
-    inverse = np.where(flat, np.finfo(np.float64).tiny, inverse)
+    inverse = np.where(flat, 0.0, inverse)
     return latency, inverse
 
 

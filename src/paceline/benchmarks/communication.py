@@ -7,6 +7,7 @@ each other follow directly on one another, as in nccl-tests; before a broadcast 
 whose root may run ahead, the ranks meet in a barrier that is not timed.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -73,7 +74,8 @@ class Collective:
 
     def check(self) -> None:
         """Runs the operation on known values and looks at every element."""
-        self.input.fill_(float(self.rank + 1))
+        # Every rank sends every chunk a value of its own, so that a chunk that went astray shows.
+        self.input.copy_(self._chunk_numbers(self.input) * (self.rank + 1))
         self.run()
         expected = self._expected()
         if expected is not None and not bool((self.output == expected).all()):
@@ -87,20 +89,48 @@ class Collective:
 
     def _expected(self) -> Tensor | float | None:
         total = float(self.world_size * (self.world_size + 1) // 2)
-        if self.operation in ("all_reduce", "reduce_scatter"):
-            return total
-        if self.operation == "broadcast":
-            return float(_ROOT + 1)
+        numbers = self._chunk_numbers(self.output)
+        if self.operation == "all_reduce":
+            return numbers * total
         if self.operation == "reduce":
             # What the other ranks find in their buffer is left open.
-            return total if self.rank == _ROOT else None
-        ranks = torch.arange(1.0, self.world_size + 1, device=self.output.device)
-        return ranks.repeat_interleave(self._chunk)
+            return numbers * total if self.rank == _ROOT else None
+        if self.operation == "broadcast":
+            return numbers * (_ROOT + 1)
+        if self.operation == "reduce_scatter":
+            return total * (self.rank + 1)
+        if self.operation == "all_to_all":
+            return numbers * (self.rank + 1)
+        return numbers
+
+    def _chunk_numbers(self, tensor: Tensor) -> Tensor:
+        """Returns, for each element, the number of its chunk, counted from one."""
+        num_chunks = tensor.numel() // self._chunk
+        numbers = torch.arange(1.0, num_chunks + 1, device=tensor.device)
+        return numbers.repeat_interleave(self._chunk)
 
 
-def measure_collective(case: CommunicationCase, device: torch.device) -> list[float]:
-    """Returns the slowest rank's seconds of each repetition, the same on every rank."""
-    collective = Collective(case.operation, case.size_bytes, device)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveTimes:
+    """What all ranks agree on about one case."""
+
+    size_bytes: int
+    """What was really moved: the size that was asked for, in whole elements for each rank."""
+    samples: list[float]
+    """The slowest rank's seconds of each repetition."""
+
+
+def measure_collective(case: CommunicationCase, device: torch.device) -> CollectiveTimes:
+    """Measures one case; an error anywhere in it names rank, operation and size."""
+    try:
+        return _measure(Collective(case.operation, case.size_bytes, device), case, device)
+    except RuntimeError as error:
+        raise collective_error(case.operation, case.size_bytes, error) from error
+
+
+def _measure(
+    collective: Collective, case: CommunicationCase, device: torch.device
+) -> CollectiveTimes:
     collective.check()
     collective.reset()
     warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
@@ -108,7 +138,7 @@ def measure_collective(case: CommunicationCase, device: torch.device) -> list[fl
     samples = [time_call(collective, device) for _ in range(repetitions)]
     slowest = torch.tensor(samples, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [float(seconds) for seconds in slowest.tolist()]
+    return CollectiveTimes(size_bytes=collective.size_bytes, samples=slowest.tolist())
 
 
 def time_call(collective: Collective, device: torch.device) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.accounting.collective_fit import find_warnings, fit_collective
 from paceline.accounting.collectives import bus_factor
-from paceline.benchmarks.communication import measure_collective
+from paceline.benchmarks.communication import CollectiveTimes, measure_collective
 from paceline.benchmarks.config import CommunicationCase, CommunicationSweep
 from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
 from paceline.core.errors import PacelineError, UsageError
@@ -22,7 +22,10 @@ from paceline.records.links import line_bytes_per_s
 
 _DEFAULT_WORLD_SIZES = (2, 4)
 
-Measure: TypeAlias = Callable[[CommunicationCase], list[float]]
+# What a run may take beyond measuring: starting ranks, allocating, checking.
+_GRACE_S = 60.0
+
+Measure: TypeAlias = Callable[[CommunicationCase], CollectiveTimes]
 Samples: TypeAlias = dict[Operation, dict[int, list[float]]]
 
 
@@ -38,10 +41,14 @@ def communication_records(sweep: CommunicationSweep) -> Iterator[Record]:
     for world_size in sweep.world_sizes or _DEFAULT_WORLD_SIZES:
         _require_devices(device, world_size)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        with RankPool(world_size, backend=backend, timeout_s=sweep.timeout_s) as pool:
+        # Longer than a collective may take, so that a stuck one is named by the rank that waits.
+        run_timeout_s = sweep.timeout_s + 2 * sweep.time_limit_s + _GRACE_S
+        with RankPool(
+            world_size, backend=backend, timeout_s=sweep.timeout_s, run_timeout_s=run_timeout_s
+        ) as pool:
 
-            def measure(case: CommunicationCase, pool: RankPool = pool) -> list[float]:
-                times: list[float] = pool.run(_measure_on_rank, case, device.type)[0]
+            def measure(case: CommunicationCase, pool: RankPool = pool) -> CollectiveTimes:
+                times: CollectiveTimes = pool.run(_measure_on_rank, case, device.type)[0]
                 return times
 
             place = _place(device, world_size=world_size, num_hosts=1, backend=backend)
@@ -89,16 +96,16 @@ def _measure_all(
             reason = str(error).strip().rpartition("\n")[2]
             yield _record("comm", fields, {}, reason=reason)
             continue
-        samples[case.operation][case.size_bytes] = times
+        samples[case.operation][times.size_bytes] = times.samples
         yield _record("comm", fields, _metrics(case, times, int(str(place["world_size"]))))
     for operation, by_size in samples.items():
         if len(by_size) > 1:
             yield from _fit_records(operation, by_size, place)
 
 
-def _metrics(case: CommunicationCase, times: Sequence[float], world_size: int) -> dict[str, Metric]:
-    time_s = Metric.from_samples(times)
-    algorithm = case.size_bytes / time_s.value
+def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
+    time_s = Metric.from_samples(times.samples)
+    algorithm = times.size_bytes / time_s.value
     return {
         "time_s": time_s,
         "algorithm_bandwidth_bytes_per_s": Metric(value=algorithm),
@@ -121,6 +128,12 @@ def _fit_records(
         line_bytes_per_s=line_bytes_per_s(place),
     )
     for segment in fit.segments:
+        metrics = {
+            "latency_s": Metric.from_estimate(segment.latency_s),
+            "max_relative_error": Metric(value=fit.max_relative_error),
+        }
+        if segment.bytes_per_s is not None:
+            metrics["algorithm_bandwidth_bytes_per_s"] = Metric.from_estimate(segment.bytes_per_s)
         yield _record(
             "collective_fit",
             {
@@ -129,26 +142,14 @@ def _fit_records(
                 "largest_bytes": segment.largest_bytes,
                 **place,
             },
-            {
-                "latency_s": Metric(
-                    value=segment.latency_s.value,
-                    low=segment.latency_s.low,
-                    high=segment.latency_s.high,
-                ),
-                "algorithm_bandwidth_bytes_per_s": Metric(
-                    value=segment.bytes_per_s.value,
-                    low=segment.bytes_per_s.low,
-                    high=segment.bytes_per_s.high,
-                ),
-                "max_relative_error": Metric(value=fit.max_relative_error),
-            },
+            metrics,
             warnings=[f"{warning.name}: {warning.message}" for warning in warnings],
         )
 
 
 def _measure_on_rank(
     rank: int, _world_size: int, case: CommunicationCase, device_type: str
-) -> list[float]:
+) -> CollectiveTimes:
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     return measure_collective(case, device)
 

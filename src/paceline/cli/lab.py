@@ -1,6 +1,7 @@
 """``paceline lab``: a cluster on this machine."""
 
 import dataclasses
+import os
 import pathlib
 import sys
 import tempfile
@@ -33,7 +34,7 @@ class RunCommand:
     rate: str | None = None
     """Rate of each host's link in each direction, such as 2gbit; unshaped by default."""
     delay: str | None = None
-    """Delay in each direction, such as 5ms; needs netem in the kernel."""
+    """Delay from host to host, such as 5ms; needs netem in the kernel."""
     loss: str | None = None
     """Share of packets lost, such as 1%."""
 
@@ -53,7 +54,7 @@ class SlurmCommand:
     """CPUs that each node claims to have."""
     gpus_per_node: int = 2
     """GPUs that each node claims to have; there is nothing behind them."""
-    directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / "paceline-slurm"
+    directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / f"paceline-slurm-{os.geteuid()}"
     """Where the cluster keeps everything."""
     output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
 

@@ -2,8 +2,9 @@
 
 A namespace lives as long as a process is in it. Each host is held by one idle process that
 reads from a pipe whose other end only this process has: when this process ends, however it
-ends, the pipe closes, the holders end, and the kernel removes namespaces, links and shaping.
-Nothing has a name, so nothing can be left behind or collide.
+ends, the pipe closes, the holders end whatever still runs on their host and then themselves, and
+the kernel removes namespaces, links and shaping. Nothing has a name, so nothing can be left behind
+or collide.
 
 As root the namespaces are made directly; otherwise inside a user namespace, where the kernel
 allows one. Nothing in them can reach the outside: the switch has no uplink.
@@ -24,6 +25,23 @@ INTERFACE = "eth0"
 _NETWORK = "10.77.0"
 _MAX_HOSTS = 250
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+
+
+# `cat` answers until its standard input ends, that is until the lab is gone. Then everything else
+# in the namespace is killed, more than once because it may be forking.
+_HOLDER = """
+cat
+own=$(readlink /proc/self/ns/net)
+for round in 1 2 3; do
+    for process in /proc/[0-9]*; do
+        pid=${process#/proc/}
+        if [ "$pid" != $$ ] && [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$own" ]; then
+            kill -9 "$pid" 2>/dev/null
+        fi
+    done
+done
+"""
+_HOLDER_GRACE_S = 5.0
 
 
 class LabError(PacelineError):
@@ -81,9 +99,10 @@ def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link:
     host.run("ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
     host.run("ip", "link", "set", "lo", "up")
     host.run("ip", "link", "set", INTERFACE, "up")
-    # Both ends are shaped: the host's for what it sends, the switch's for what it receives.
+    # Both ends have the rate: the host's for what it sends, the switch's for what it receives. What
+    # goes from host to host is delayed once, on its way out.
     _shape(inside, INTERFACE, link)
-    _shape(switch, port, link)
+    _shape(switch, port, dataclasses.replace(link, delay_s=0.0))
     if link.loss > 0:
         probability = ["-m", "statistic", "--mode", "random", "--probability", f"{link.loss:.6f}"]
         host.run("iptables", "-A", "INPUT", "-i", INTERFACE, *probability, "-j", "DROP")
@@ -104,9 +123,8 @@ def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
 @contextlib.contextmanager
 def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Holds a new namespace and yields the words that run a command in it."""
-    # `cat` ends when its standard input does, that is when this process is gone.
     holder = subprocess.Popen(
-        [*prefix, "unshare", *_new_user_namespace(prefix), "--net", "cat"],
+        [*prefix, "unshare", *_new_user_namespace(prefix), "--net", "sh", "-c", _HOLDER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -119,6 +137,8 @@ def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         assert holder.stdin is not None
         with contextlib.suppress(OSError):
             holder.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            holder.wait(_HOLDER_GRACE_S)
         end_processes([holder])
         for stream in (holder.stdout, holder.stderr):
             assert stream is not None

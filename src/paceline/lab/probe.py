@@ -1,7 +1,7 @@
 """How fast a link really is: one TCP stream for a moment, counted where it arrives.
 
 ``python -m paceline.lab.probe receive ADDRESS`` prints the port that it listens on, then the
-payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT`` feeds it.
+payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT BUFFER`` feeds it.
 """
 
 import socket
@@ -13,12 +13,18 @@ from paceline.lab.network import Host, LabError
 
 _WARMUP_S = 0.15
 _DURATION_S = 0.6
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 16
+# What is still queued when the sender stops must drain: a fraction of a second's worth.
+_QUEUE_S = 0.1
+_BUFFER_BYTES_RANGE = (1 << 16, 1 << 22)
 _TIMEOUT_S = 20.0
 
 
-def measure_link(sender: Host, receiver: Host) -> float:
+def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = None) -> float:
     """Returns the payload bits per second that arrive from one host at another."""
+    smallest, largest = _BUFFER_BYTES_RANGE
+    queue_bytes = largest if rate_bits_per_s is None else int(rate_bits_per_s / 8 * _QUEUE_S)
+    buffer_bytes = min(largest, max(smallest, queue_bytes))
     module = [sys.executable, "-m", "paceline.lab.probe"]
     receiving = subprocess.Popen(
         [*receiver.prefix, *module, "receive", receiver.address],
@@ -28,7 +34,7 @@ def measure_link(sender: Host, receiver: Host) -> float:
     try:
         assert receiving.stdout is not None
         port = receiving.stdout.readline().strip()
-        sender.run(*module, "send", receiver.address, port)
+        sender.run(*module, "send", receiver.address, port, str(buffer_bytes))
         measured, _ = receiving.communicate(timeout=_TIMEOUT_S)
         return float(measured)
     except (ValueError, subprocess.TimeoutExpired) as error:
@@ -59,9 +65,9 @@ def _receive(address: str) -> None:
     sys.stdout.write(f"{num_bytes * 8 / (last - begin)}\n")
 
 
-def _send(address: str, port: int) -> None:
+def _send(address: str, port: int, buffer_bytes: int) -> None:
     with socket.create_connection((address, port), timeout=_TIMEOUT_S) as connection:
-        # A small buffer, so that what is still queued at the end is a moment's worth.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         chunk = bytes(_CHUNK_BYTES)
         deadline = time.perf_counter() + _WARMUP_S + _DURATION_S
         while time.perf_counter() < deadline:
@@ -73,4 +79,4 @@ if __name__ == "__main__":
     if mode == "receive":
         _receive(target)
     else:
-        _send(target, int(rest[0]))
+        _send(target, *(int(number) for number in rest))

@@ -5,6 +5,7 @@ standard error, each line with its host and rank. The first rank that fails ends
 and gives the exit code.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from paceline.lab.probe import measure_link
 from paceline.lab.rank import rank_command
 from paceline.lab.shaping import LinkShape
 from paceline.records.environment import threads_per_rank
-from paceline.records.links import LINK_RATE_VARIABLE, MEASURED_LINK_RATE_VARIABLE
+from paceline.records.links import link_variables
 
 # Nothing else lives in a host's namespace, so any port is free.
 _MASTER_PORT = 15_000
@@ -29,10 +30,17 @@ def run_in_lab(
 ) -> int:
     """Makes the hosts, measures their link, runs the command on them, and cleans up."""
     with termination_as_exit(), hosts(num_hosts, link) as made:
-        measured = measure_link(made[1], made[0]) if num_hosts > 1 else None
-        if measured is not None:
+        environment = {}
+        # One host has a link too, but nothing crosses it.
+        if num_hosts > 1:
+            measured = measure_link(made[1], made[0], link.rate_bits_per_s)
             sys.stderr.write(f"paceline lab: the link carries {measured / 1e6:.0f} Mbit/s\n")
-        environment = _link_variables(link, measured)
+            environment = link_variables(
+                rate_bits_per_s=link.rate_bits_per_s,
+                measured_rate_bits_per_s=measured,
+                loss=link.loss,
+                delay_s=link.delay_s,
+            )
         return run_on_hosts(command, made, ranks_per_host, environment)
 
 
@@ -87,18 +95,11 @@ def _pump(stream: IO[bytes], name: str) -> threading.Thread:
     def copy() -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            sys.stderr.write(f"{name} | {text}\n")
+            # Without a reader of ours the ranks must still not block on a full pipe.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{name} | {text}\n")
         stream.close()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
-
-
-def _link_variables(link: LinkShape, measured: float | None) -> dict[str, str]:
-    variables = {}
-    if link.rate_bits_per_s is not None:
-        variables[LINK_RATE_VARIABLE] = repr(link.rate_bits_per_s)
-    if measured is not None:
-        variables[MEASURED_LINK_RATE_VARIABLE] = repr(round(measured))
-    return variables

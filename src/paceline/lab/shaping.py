@@ -23,13 +23,13 @@ class LinkShape:
     rate_bits_per_s: float | None = None
     """None for as fast as the kernel can."""
     delay_s: float = 0.0
-    """Added in each direction."""
+    """Added on the way from one host to another."""
     loss: float = 0.0
     """Share of packets dropped on arrival."""
 
     def __post_init__(self) -> None:
-        if self.rate_bits_per_s is not None and not self.rate_bits_per_s >= 1e5:
-            raise UsageError("a link's rate must be at least 100kbit")
+        if self.rate_bits_per_s is not None and not self.rate_bits_per_s >= 1e6:
+            raise UsageError("a link's rate must be at least 1mbit")
         if not 0 <= self.delay_s <= 10:
             raise UsageError("a link's delay must be between 0 and 10s")
         if not 0 <= self.loss < 1:

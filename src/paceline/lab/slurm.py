@@ -62,8 +62,12 @@ def start_slurm(
     if slurm_status(directory).state == "running":
         raise SlurmError(f"a cluster is running in {directory}; stop it first")
     directory = directory.resolve()
+    _require_own(directory)
+    # What a controller that crashed has left: its nodes, and a state that no longer fits.
+    stop_slurm(directory)
+    shutil.rmtree(directory / "state", ignore_errors=True)
     for name in ("run", "state", "log"):
-        (directory / name).mkdir(parents=True, exist_ok=True)
+        (directory / name).mkdir(exist_ok=True)
     key = directory / "munge.key"
     key.unlink(missing_ok=True)
     key.touch(mode=0o600)
@@ -83,7 +87,12 @@ def start_slurm(
 
 
 def stop_slurm(directory: pathlib.Path) -> None:
-    """Ends the cluster's processes, those whose pid files are in the directory."""
+    """Ends the cluster's jobs and processes, those whose pid files are in the directory."""
+    directory = directory.resolve()
+    if slurm_status(directory).state == "running":
+        # A daemon that ends leaves its jobs running, by design.
+        _client(directory, "scancel", f"--user={getpass.getuser()}")
+        _wait_for_jobs(directory)
     # Nodes first, so that the controller still hears their goodbye; munge last.
     order = {"slurmd": 0, "slurmctld": 1, "munged": 2}
     files = sorted(
@@ -93,8 +102,8 @@ def stop_slurm(directory: pathlib.Path) -> None:
     for path in files:
         with contextlib.suppress(ValueError, ProcessLookupError, FileNotFoundError):
             pid = int(path.read_text())
-            if _is_own_daemon(pid):
-                _end(pid)
+            if _is_own_daemon(pid, directory):
+                _end(pid, directory)
         path.unlink(missing_ok=True)
 
 
@@ -105,7 +114,7 @@ def slurm_status(directory: pathlib.Path) -> SlurmStatus:
     status = SlurmStatus(state="stopped", directory=str(directory), configuration=configuration)
     with contextlib.suppress(FileNotFoundError, ValueError):
         pid = int((directory / "run" / "slurmctld.pid").read_text())
-        if _is_own_daemon(pid):
+        if _is_own_daemon(pid, directory):
             nodes = _sinfo(directory)
             return dataclasses.replace(status, state="running", nodes=nodes)
     return status
@@ -207,31 +216,55 @@ def _wait_until_idle(directory: pathlib.Path, num_nodes: int) -> None:
 
 
 def _sinfo(directory: pathlib.Path) -> tuple[str, ...]:
+    return tuple(_client(directory, "sinfo", "--noheader", "--Node", "--format=%N %T").splitlines())
+
+
+def _wait_for_jobs(directory: pathlib.Path) -> None:
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while _client(directory, "squeue", "--noheader") and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _client(directory: pathlib.Path, *command: str) -> str:
+    """Runs one of Slurm's commands against this cluster and returns what it prints."""
     result = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%N %T"],
+        command,
         env={**os.environ, "SLURM_CONF": str(directory / "slurm.conf")},
         capture_output=True,
         text=True,
         timeout=30,
     )
-    return tuple(result.stdout.splitlines())
+    return result.stdout
+
+
+def _require_own(directory: pathlib.Path) -> None:
+    """Makes the directory for this user alone, and refuses one that is somebody else's."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise SlurmError(f"{directory} belongs to another user; choose another --directory")
+    directory.chmod(0o700)
 
 
 def _find(tool: str) -> str | None:
     return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-def _is_own_daemon(pid: int) -> bool:
-    """A stale pid file may name a stranger by now: only our daemons are ended."""
+def _is_own_daemon(pid: int, directory: pathlib.Path) -> bool:
+    """Tells whether a process is a daemon of this cluster: a stale pid file may name a stranger.
+
+    Every daemon has a file of the directory on its command line. One that ended but was not
+    collected by its parent has none.
+    """
     with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip() in _DAEMONS
+        return str(directory).encode() in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
-def _end(pid: int) -> None:
+def _end(pid: int, directory: pathlib.Path) -> None:
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while _is_own_daemon(pid):
+    while _is_own_daemon(pid, directory):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_INTERVAL_S)

@@ -1,17 +1,16 @@
 """Starting ranks on this machine from a plain program, to run functions on them.
 
-Phases: spawn one process per rank; each joins a process group through a file in a private
-directory, so that no port is opened for the rendezvous and nothing listens beyond loopback;
-each runs the functions that it is sent and sends the results back. The first failure ends
-all ranks and reaches the caller with that rank's traceback. A rank reports before it leaves
-the group, so that the ranks that fail because it left cannot be first.
+Phases: spawn one process per rank; each joins a process group through a file of this process,
+so that no port is opened for the rendezvous and nothing listens beyond loopback; each runs the
+functions that it is sent and sends the results back. The first failure ends all ranks and reaches
+the caller with that rank's traceback. A rank reports before it leaves the group, so that the ranks
+that fail because it left cannot be first.
 """
 
+import contextlib
 import math
 import multiprocessing
 import os
-import pathlib
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent
+from paceline.parallel.rendezvous import rendezvous_path
 from paceline.records.environment import threads_per_rank
 
 
@@ -49,16 +49,31 @@ class RankPool:
     """Ranks that stay, so that running a second function costs milliseconds.
 
     Starting ranks takes seconds, nearly all of it importing torch. After a failure the ranks
-    are gone, and the next `run` starts new ones.
+    are gone, and the next `run` starts new ones. The ranks belong to the thread that first runs
+    something on them, and end with it.
+
+    Args:
+        world_size: Number of ranks.
+        backend: gloo or nccl.
+        timeout_s: After which a collective that makes no progress is an error.
+        run_timeout_s: After which a whole run is an error, by default the same.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 120.0,
+        run_timeout_s: float | None = None,
+    ) -> None:
         self.world_size = world_size
         self._backend = backend
         self._timeout_s = timeout_s
+        self._run_timeout_s = timeout_s if run_timeout_s is None else run_timeout_s
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._rendezvous = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +86,10 @@ class RankPool:
         if not self._processes:
             self._start()
         try:
-            for connection in self._connections:
-                connection.send((function, arguments))
+            # A rank that is gone already breaks the pipe; collecting says which, and why.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for connection in self._connections:
+                    connection.send((function, arguments))
             return self._collect()
         except BaseException:
             self._kill()
@@ -89,8 +106,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._directory = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
-        rendezvous = str(pathlib.Path(self._directory.name) / "rendezvous")
+        rendezvous = self._rendezvous.enter_context(rendezvous_path())
         try:
             for rank in range(self.world_size):
                 own_end, ranks_end = context.Pipe()
@@ -117,14 +133,14 @@ class RankPool:
             raise
 
     def _collect(self) -> list[Any]:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._run_timeout_s
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         results: list[Any] = [None] * self.world_size
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(str(rank) for rank in waiting.values())
-                raise RankError(f"rank {late} did not finish within {self._timeout_s:g} s")
+                raise RankError(f"rank {late} did not finish within {self._run_timeout_s:g} s")
             failures: list[tuple[float, str]] = []
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -150,9 +166,7 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        self._rendezvous.close()
 
 
 def _rank_main(
@@ -167,8 +181,6 @@ def _rank_main(
     die_with_parent(parent_pid)
     try:
         _serve(connection, rendezvous, rank, world_size, backend, timeout_s)
-    except EOFError:
-        pass  # The pool was closed.
     except BaseException:
         connection.send((time.monotonic(), "\n" + traceback.format_exc()))
     connection.close()
@@ -204,10 +216,10 @@ def _serve(
         num_hosts=1,
     )
     join_process_group(placement, backend, device, timeout_s)
-    try:
-        while True:
+    while True:
+        try:
             function, arguments = connection.recv()
-            connection.send((None, function(rank, world_size, *arguments)))
-    except EOFError:
-        dist.destroy_process_group()
-        raise
+        except EOFError:  # The pool was closed.
+            dist.destroy_process_group()
+            return
+        connection.send((None, function(rank, world_size, *arguments)))

@@ -19,6 +19,8 @@ Launcher = Literal["torchrun", "slurm", "spawn", "none"]
 # SLURM_PROCID.
 _SLURM_STEP = "SLURM_STEP_ID"
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 # Above the ports that services register, below those that the kernel hands out on its own.
 _FIRST_PORT = 15_000
 _NUM_PORTS = 15_000
@@ -89,7 +91,25 @@ def find_placement(
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Returns whether a launcher has started this process as one of several, or may have."""
-    return "RANK" in environment or _SLURM_STEP in environment
+    if "RANK" in environment:
+        return True
+    # A step of one task is a shell or a plain script, not one rank of several.
+    return _SLURM_STEP in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+def accelerator_index(placement: Placement, num_visible: int) -> int:
+    """Returns which of the visible accelerators this rank uses.
+
+    A launcher may show each rank all accelerators of its host, or only its own one.
+    """
+    if num_visible >= placement.local_world_size:
+        return placement.local_rank
+    if num_visible == 1:
+        return 0
+    raise UsageError(
+        f"{placement.local_world_size} ranks on this host, but rank {placement.rank} sees "
+        f"{num_visible} accelerators; give each rank one, or all of them"
+    )
 
 
 def slurm_accelerators(environment: Mapping[str, str]) -> int | None:
@@ -107,7 +127,14 @@ def job_port(environment: Mapping[str, str]) -> int:
 def _from_variables(environment: Mapping[str, str]) -> Placement:
     rank = _required(environment, "RANK")
     world_size = _required(environment, "WORLD_SIZE")
-    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", None) or world_size
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", None)
+    if local_world_size is None:
+        if environment.get("MASTER_ADDR", "localhost") not in _LOOPBACK:
+            raise UsageError(
+                "RANK and WORLD_SIZE are set but LOCAL_WORLD_SIZE, the number of ranks on this "
+                "host, is not; set it too"
+            )
+        local_world_size = world_size
     local_rank = _integer(environment, "LOCAL_RANK", None)
     host = _integer(environment, "GROUP_RANK", None)
     return Placement(
@@ -117,7 +144,8 @@ def _from_variables(environment: Mapping[str, str]) -> Placement:
         local_rank=rank % local_world_size if local_rank is None else local_rank,
         local_world_size=local_world_size,
         host=rank // local_world_size if host is None else host,
-        num_hosts=-(-world_size // local_world_size),
+        num_hosts=_integer(environment, "GROUP_WORLD_SIZE", None)
+        or -(-world_size // local_world_size),
         master_address=environment.get("MASTER_ADDR"),
         master_port=_integer(environment, "MASTER_PORT", None),
     )
@@ -127,8 +155,10 @@ def _from_slurm(environment: Mapping[str, str], ranks_per_host: int) -> Placemen
     num_tasks = _required(environment, "SLURM_STEP_NUM_TASKS")
     num_hosts = _required(environment, "SLURM_STEP_NUM_NODES")
     host = _required(environment, "SLURM_NODEID")
-    address = _first_slurm_address(environment) if num_hosts > 1 else "127.0.0.1"
-    port = job_port(environment)
+    address = environment.get("MASTER_ADDR") or (
+        _first_slurm_address(environment) if num_hosts > 1 else "127.0.0.1"
+    )
+    port = _integer(environment, "MASTER_PORT", None) or job_port(environment)
     if num_tasks == num_hosts and ranks_per_host > 1:
         return HostPlacement(
             host=host,
@@ -181,8 +211,7 @@ def _scontrol(*arguments: str) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(
-            f"cannot ask Slurm for the hosts of this job: {error}; set MASTER_ADDR, RANK and "
-            "WORLD_SIZE instead"
+            f"cannot ask Slurm for the hosts of this job: {error}; set MASTER_ADDR instead"
         ) from error
 
 

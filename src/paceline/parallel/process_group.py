@@ -15,11 +15,9 @@ import dataclasses
 import datetime
 import ipaddress
 import os
-import pathlib
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -32,9 +30,11 @@ from paceline.core.units import format_decimal
 from paceline.parallel.placement import (
     HostPlacement,
     Placement,
+    accelerator_index,
     find_placement,
     slurm_accelerators,
 )
+from paceline.parallel.rendezvous import rendezvous_path
 from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -88,13 +88,18 @@ def distributed_session(
         raise SystemExit(_run_copies(placement))
     own_device = torch.device(device_type)
     if device_type == "cuda":
-        own_device = torch.device("cuda", placement.local_rank)
+        own_device = torch.device("cuda", accelerator_index(placement, torch.cuda.device_count()))
         torch.cuda.set_device(own_device)
     backend = "nccl" if device_type == "cuda" else "gloo"
     join_process_group(placement, backend, own_device, timeout_s)
-    # Left only when all went well. A rank that fails keeps its connections until its process ends:
-    # were they closed before, its peers would fail of that and could be the first to be noticed.
-    yield Session(placement=placement, device=own_device, backend=backend, timeout_s=timeout_s)
+    try:
+        yield Session(placement=placement, device=own_device, backend=backend, timeout_s=timeout_s)
+    except BaseException:
+        # A rank that fails keeps its connections until its process ends: were they closed before,
+        # its peers would fail of that and could be the first to be noticed. Alone it has no peers.
+        if placement.world_size == 1:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
@@ -151,19 +156,27 @@ def _make_store(placement: Placement, timeout: datetime.timedelta) -> Store:
 
 def _bound_socket(address: str, port: int) -> int:
     """Returns a socket that listens on one address only; the store takes it over."""
-    host = socket.gethostbyname(address)
-    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        family, _, _, _, socket_address = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )[0]
+        # Many systems give a host's own name a loopback address, where no other host reaches it.
+        resolved = ipaddress.ip_address(str(socket_address[0]))
+        if resolved.is_loopback and address not in ("localhost", str(resolved)):
+            raise UsageError(
+                f"{address} is {resolved} on this host, which others cannot reach; set MASTER_ADDR "
+                "to its address"
+            )
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(socket_address)
+            listener.listen()
+            return listener.detach()
     except OSError as error:
-        listener.close()
         raise UsageError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT"
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR and "
+            "MASTER_PORT"
         ) from error
-    listener.listen()
-    return listener.detach()
 
 
 def _device_type(device: str) -> str:
@@ -192,7 +205,7 @@ def _run_copies(host: HostPlacement) -> int:
     world_size = host.num_hosts * host.ranks_per_host
     threads = threads_per_rank(host.ranks_per_host)
     parent_pid = os.getpid()
-    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as directory, termination_as_exit():
+    with rendezvous_path() as path, termination_as_exit():
         shared = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(host.ranks_per_host),
@@ -200,7 +213,7 @@ def _run_copies(host: HostPlacement) -> int:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         }
         if host.num_hosts == 1:
-            shared[RENDEZVOUS_FILE] = str(pathlib.Path(directory) / "rendezvous")
+            shared[RENDEZVOUS_FILE] = path
         else:
             shared["MASTER_ADDR"] = str(host.master_address)
             shared["MASTER_PORT"] = str(host.master_port)

@@ -13,10 +13,14 @@ from paceline.core.errors import RecordError
 PREDICTION = "prediction"
 PREDICTS = "predicts"
 
-# Every kind of case may say what network it ran on: the rate that its links were shaped to, on
-# which predictions join as well, and what a stream reached on them.
+# Every kind of case may say what network it ran on: what its links were shaped to, on which
+# predictions join as well, and what a stream reached on them.
 LINK_RATE = "link_rate_bits_per_s"
+LINK_LOSS = "link_loss"
+LINK_DELAY = "link_delay_s"
+LINK_SHAPE = (LINK_RATE, LINK_LOSS, LINK_DELAY)
 MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
+LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
 _PLACE = ("device", "hardware", "threads")
 _GROUP = ("world_size", "num_hosts", "dtype", "backend")
@@ -47,7 +51,7 @@ class Kind:
     @property
     def case_fields(self) -> tuple[str, ...]:
         """Every field that a case of this kind may have."""
-        return (*self.join_key, LINK_RATE, MEASURED_LINK_RATE, *self.method)
+        return (*self.join_key, *LINK_FIELDS, *self.method)
 
 
 _KINDS: dict[str, Kind] = {

@@ -1,7 +1,7 @@
 """The network that a record was made on, as the lab tells through the environment.
 
-Every case may carry these fields: the rate that the links were shaped to, and the rate that a
-stream reached on them just before. Without a lab there is nothing to tell.
+Every case may carry these fields: the rate that the links were shaped to, their loss and delay, and
+the rate that a stream reached on them just before. Without a lab there is nothing to tell.
 """
 
 import contextlib
@@ -10,20 +10,40 @@ from collections.abc import Mapping
 
 from paceline.core.errors import HardwareError, UsageError
 from paceline.core.hardware import find_device
-from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE
+from paceline.records.kinds import (
+    LINK_DELAY,
+    LINK_FIELDS,
+    LINK_LOSS,
+    LINK_RATE,
+    MEASURED_LINK_RATE,
+)
 from paceline.records.schema import CaseValue
 
-LINK_RATE_VARIABLE = "PACELINE_LINK_RATE_BITS_PER_S"
-MEASURED_LINK_RATE_VARIABLE = "PACELINE_MEASURED_LINK_RATE_BITS_PER_S"
+_VARIABLES = {field: f"PACELINE_{field.upper()}" for field in LINK_FIELDS}
 
-_FIELDS = {LINK_RATE: LINK_RATE_VARIABLE, MEASURED_LINK_RATE: MEASURED_LINK_RATE_VARIABLE}
+
+def link_variables(
+    *,
+    rate_bits_per_s: float | None,
+    measured_rate_bits_per_s: float,
+    loss: float,
+    delay_s: float,
+) -> dict[str, str]:
+    """Returns the environment by which the lab describes its links."""
+    values = {
+        LINK_RATE: rate_bits_per_s,
+        LINK_LOSS: loss or None,
+        LINK_DELAY: delay_s or None,
+        MEASURED_LINK_RATE: round(measured_rate_bits_per_s),
+    }
+    return {_VARIABLES[field]: repr(value) for field, value in values.items() if value is not None}
 
 
 def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, float]:
     """Returns the case fields that describe the links, empty where nothing is known."""
     variables = os.environ if environment is None else environment
     fields = {}
-    for field, variable in _FIELDS.items():
+    for field, variable in _VARIABLES.items():
         if variable not in variables:
             continue
         try:

@@ -14,8 +14,9 @@ from typing import Literal
 import msgspec
 
 from paceline.core.errors import RecordError
+from paceline.core.plan import Estimate
 from paceline.records.environment import Environment
-from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, Kind, find_kind
+from paceline.records.kinds import LINK_SHAPE, PREDICTION, PREDICTS, Kind, find_kind
 
 CaseValue = str | int | float | bool | None
 Outcome = Literal["ok", "out_of_memory", "skipped", "failed", "timeout", "diverged"]
@@ -51,6 +52,11 @@ class Metric(
             min=min(samples),
             samples=tuple(samples),
         )
+
+    @classmethod
+    def from_estimate(cls, estimate: Estimate) -> "Metric":
+        """Turns an estimate into a metric with the same interval."""
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,5 +96,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def join_key(record: Record) -> tuple[CaseValue, ...]:
     """Returns what a prediction and its measurement have in common."""
     kind = record.measured_kind
-    link_rate = record.case.get(LINK_RATE)
-    return (kind.name, *(record.case[field] for field in kind.join_key), link_rate)
+    fields = (*kind.join_key, *LINK_SHAPE)
+    return (kind.name, *(record.case.get(field) for field in fields))

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from paceline.core.errors import RecordError
+from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
 
 _DECODER = msgspec.json.Decoder(Record)
@@ -80,10 +81,14 @@ class RecordStore:
 
 
 def latest_per_case(records: Iterable[Record]) -> list[Record]:
-    """Keeps the newest record of each case, in the order of first appearance."""
+    """Keeps the newest record of each case, in the order of first appearance.
+
+    The measured rate of a link is part of a case but never twice the same, so it does not count.
+    """
     newest: dict[tuple[str, frozenset[tuple[str, CaseValue]]], Record] = {}
     for record in records:
-        newest[record.kind, frozenset(record.case.items())] = record
+        case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
+        newest[record.kind, case] = record
     return list(newest.values())
 
 

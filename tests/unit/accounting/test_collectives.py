@@ -89,6 +89,7 @@ def test_a_change_of_algorithm_becomes_a_second_segment() -> None:
     assert len(fit.segments) == 2
     first, second = fit.segments
     assert first.latency_s.value == pytest.approx(20e-6, rel=0.01)
+    assert second.bytes_per_s is not None
     assert second.bytes_per_s.value == pytest.approx(5e9, rel=0.01)
     assert fit.max_relative_error < 0.01
 
@@ -97,7 +98,16 @@ def test_one_line_stays_one_segment() -> None:
     sizes = [int(size) for size in np.logspace(3, 9, 13)]
     fit = fit_collective({size: [1e-5 + size / 1e9] * 5 for size in sizes})
     assert len(fit.segments) == 1
+    assert fit.segments[0].bytes_per_s is not None
     assert fit.segments[0].bytes_per_s.low == pytest.approx(1e9)
+
+
+def test_a_flat_line_has_no_bandwidth_and_says_so() -> None:
+    fit = fit_collective({1000: [1e-4] * 5, 10_000: [0.99e-4] * 5})
+    assert fit.segments[0].bytes_per_s is None
+    assert fit.time_s(5000) == pytest.approx(1e-4, rel=0.01)
+    (warning,) = find_warnings(fit, bus_bytes_per_s=1e8, line_bytes_per_s=None)
+    assert warning.name == "undetermined_bandwidth"
 
 
 def test_intervals_grow_with_the_spread() -> None:
@@ -111,6 +121,7 @@ def test_intervals_grow_with_the_spread() -> None:
             }
         )
         estimate = fit.segments[-1].bytes_per_s
+        assert estimate is not None
         assert estimate.low is not None
         assert estimate.high is not None
         assert estimate.low <= estimate.value <= estimate.high

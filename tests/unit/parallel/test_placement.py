@@ -1,8 +1,17 @@
+import dataclasses
+
 import pytest
 
 from paceline.core import UsageError
 from paceline.parallel import placement as placement_module
-from paceline.parallel.placement import HostPlacement, Placement, find_placement, job_port
+from paceline.parallel.placement import (
+    HostPlacement,
+    Placement,
+    accelerator_index,
+    find_placement,
+    is_launched,
+    job_port,
+)
 
 SLURM = {
     "SLURM_PROCID": "3",
@@ -62,6 +71,36 @@ def test_torchrun_on_two_hosts() -> None:
         master_address="first",
         master_port=1234,
     )
+
+
+def test_torchrun_says_how_many_hosts_there_are() -> None:
+    environment = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    placement = find_placement(environment | {"GROUP_WORLD_SIZE": "2"}, ranks_per_host=1)
+    assert isinstance(placement, Placement)
+    assert placement.num_hosts == 2
+
+
+def test_a_step_of_one_task_is_not_launched() -> None:
+    assert is_launched({"RANK": "0"})
+    assert is_launched({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+    assert not is_launched({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert not is_launched({"SLURM_PROCID": "0"})
+
+
+def test_the_user_may_say_where_slurms_ranks_meet() -> None:
+    environment = SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    placement = find_placement(environment, ranks_per_host=1)
+    assert (placement.master_address, placement.master_port) == ("10.0.0.1", 1234)
+
+
+def test_a_rank_uses_its_own_accelerator() -> None:
+    placement = find_placement(SLURM, ranks_per_host=1)
+    assert isinstance(placement, Placement)
+    assert accelerator_index(placement, num_visible=8) == 1
+    assert accelerator_index(placement, num_visible=1) == 0
+    crowded = dataclasses.replace(placement, local_world_size=4)
+    with pytest.raises(UsageError, match="sees 2 accelerators"):
+        accelerator_index(crowded, num_visible=2)
 
 
 def test_slurm_with_a_task_per_rank() -> None:
@@ -144,6 +183,7 @@ def test_jobs_and_steps_get_ports_of_their_own() -> None:
     ("environment", "complaint"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "LOCAL_WORLD_SIZE"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not below"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "5"}, "local rank 5"),
