@@ -5,6 +5,7 @@ payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT BUFFER
 """
 
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ import time
 from paceline.lab.network import Host, LabError
 
 _WARMUP_S = 0.15
-_DURATION_S = 0.6
+_DURATION_S = 0.8
+# The rate is the median over windows: a moment in which this process does not run is not the line.
+_WINDOW_S = 0.05
 _CHUNK_BYTES = 1 << 16
 # What is still queued when the sender stops must drain: a fraction of a second's worth.
 _QUEUE_S = 0.1
@@ -57,12 +60,15 @@ def _receive(address: str) -> None:
         # The bucket's burst and TCP's slow start are not the line.
         while time.perf_counter() - begin < _WARMUP_S:
             connection.recv_into(buffer)
-        begin = last = time.perf_counter()
-        num_bytes = 0
+        rates = []
+        begin, num_bytes = time.perf_counter(), 0
         while count := connection.recv_into(buffer):
             num_bytes += count
-            last = time.perf_counter()
-    sys.stdout.write(f"{num_bytes * 8 / (last - begin)}\n")
+            elapsed = time.perf_counter() - begin
+            if elapsed >= _WINDOW_S:
+                rates.append(num_bytes * 8 / elapsed)
+                begin, num_bytes = time.perf_counter(), 0
+    sys.stdout.write(f"{statistics.median(rates)}\n")
 
 
 def _send(address: str, port: int, buffer_bytes: int) -> None:
