@@ -52,6 +52,7 @@ def _plot(
             )
     lengths = sorted({case_number(record, "context") for record in records})
     axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel(unit)
     unmeasured = {
@@ -72,5 +73,5 @@ def _plot(
             fontsize="small",
             transform=axes.get_xaxis_transform(),
         )
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend(fontsize="small", ncols=2, loc="upper left")
     return figure
