@@ -73,5 +73,5 @@ def _plot(
             fontsize="small",
             transform=axes.get_xaxis_transform(),
         )
-    axes.legend(fontsize="small", ncols=2, loc="upper left")
+    axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     return figure
