@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.benchmarks.self_test import all_reduce_self_test
 from paceline.parallel import RankError, run_ranks
-from paceline.parallel.self_test import all_reduce_self_test
 
 
 def _sum_of_ranks(rank: int, world_size: int, factor: int) -> float:

@@ -55,8 +55,8 @@ def run(command: EnvironmentCommand) -> int:
 
 
 def _self_test(backend: str) -> "Metric":
+    from paceline.benchmarks.self_test import all_reduce_self_test
     from paceline.parallel import run_ranks
-    from paceline.parallel.self_test import all_reduce_self_test
     from paceline.records import Metric
 
     times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)

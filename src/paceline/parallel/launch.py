@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent
+from paceline.parallel.placement import Placement
 from paceline.parallel.rendezvous import rendezvous_path
 from paceline.records.environment import threads_per_rank
 
@@ -116,8 +117,7 @@ class RankPool:
                         ranks_end,
                         os.getpid(),
                         rendezvous,
-                        rank,
-                        self.world_size,
+                        _local_placement(rank, self.world_size),
                         self._backend,
                         self._timeout_s,
                     ),
@@ -169,44 +169,8 @@ class RankPool:
         self._rendezvous.close()
 
 
-def _rank_main(
-    connection: Connection,
-    parent_pid: int,
-    rendezvous: str,
-    rank: int,
-    world_size: int,
-    backend: str,
-    timeout_s: float,
-) -> None:
-    die_with_parent(parent_pid)
-    try:
-        _serve(connection, rendezvous, rank, world_size, backend, timeout_s)
-    except BaseException:
-        connection.send((time.monotonic(), "\n" + traceback.format_exc()))
-    connection.close()
-
-
-def _serve(
-    connection: Connection,
-    rendezvous: str,
-    rank: int,
-    world_size: int,
-    backend: str,
-    timeout_s: float,
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from paceline.parallel.placement import Placement
-    from paceline.parallel.process_group import RENDEZVOUS_FILE, join_process_group
-
-    os.environ[RENDEZVOUS_FILE] = rendezvous
-    torch.set_num_threads(threads_per_rank(world_size))
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    placement = Placement(
+def _local_placement(rank: int, world_size: int) -> Placement:
+    return Placement(
         launcher="spawn",
         rank=rank,
         world_size=world_size,
@@ -215,6 +179,43 @@ def _serve(
         host=0,
         num_hosts=1,
     )
+
+
+def _rank_main(
+    connection: Connection,
+    parent_pid: int,
+    rendezvous: str,
+    placement: Placement,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    die_with_parent(parent_pid)
+    try:
+        _serve(connection, rendezvous, placement, backend, timeout_s)
+    except BaseException:
+        connection.send((time.monotonic(), "\n" + traceback.format_exc()))
+    connection.close()
+
+
+def _serve(
+    connection: Connection,
+    rendezvous: str,
+    placement: Placement,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from paceline.parallel.process_group import RENDEZVOUS_FILE, join_process_group
+
+    rank, world_size = placement.rank, placement.world_size
+    os.environ[RENDEZVOUS_FILE] = rendezvous
+    torch.set_num_threads(threads_per_rank(world_size))
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     join_process_group(placement, backend, device, timeout_s)
     while True:
         try:

@@ -5,6 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from paceline.benchmarks.devices import synchronize
 from paceline.core.errors import PacelineError
 
 _NUM_ELEMENTS = 262_144
@@ -19,10 +20,10 @@ def all_reduce_self_test(rank: int, world_size: int) -> list[float]:
     for _ in range(_REPETITIONS):
         values = torch.full((_NUM_ELEMENTS,), float(rank + 1), device=device)
         dist.barrier()
-        _wait_for(device)
+        synchronize(device)
         started = time.perf_counter()
         dist.all_reduce(values)
-        _wait_for(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
         if not bool((values == expected).all()):
             raise PacelineError(
@@ -30,8 +31,3 @@ def all_reduce_self_test(rank: int, world_size: int) -> list[float]:
             )
     # The first one sets the connection up.
     return seconds[1:]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
