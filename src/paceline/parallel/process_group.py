@@ -52,7 +52,6 @@ class Session:
     placement: Placement
     device: torch.device
     backend: str
-    timeout_s: float
 
     @property
     def rank(self) -> int:
@@ -93,7 +92,7 @@ def distributed_session(
     backend = "nccl" if device_type == "cuda" else "gloo"
     join_process_group(placement, backend, own_device, timeout_s)
     try:
-        yield Session(placement=placement, device=own_device, backend=backend, timeout_s=timeout_s)
+        yield Session(placement=placement, device=own_device, backend=backend)
     except BaseException:
         # A rank that fails keeps its connections until its process ends: were they closed before,
         # its peers would fail of that and could be the first to be noticed. Alone it has no peers.
