@@ -1,0 +1,93 @@
+"""How much of a step's communication backward can hide.
+
+Gradients become ready in pieces while backward runs; each piece, a bucket, is communicated as
+soon as it is ready and the bucket before it has gone. `overlap_timeline` is the exact recurrence
+for given ready times; the rest are closed forms for buckets of equal size, whose gradients become
+ready evenly over backward.
+
+Closed form. s bytes in n buckets, w bytes per second, o seconds per call, backward of T seconds.
+Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
+
+- If c <= T/n, the line is always free again in time, and only the last bucket is exposed:
+  exposed = c = o + s/(nw).
+- Otherwise the line never rests after the first bucket: the end is T/n + nc, and
+  exposed = T/n + no + s/w - T.
+
+The two meet where c = T/n, and the larger of both is the exposed time for every n. The first falls
+with n, the second is smallest at n = sqrt(T/o); the best n is the larger of that and of where the
+two meet, (T - s/w)/o. In the special case that backward takes exactly as long as the bytes
+(T = s/w), exposed = s/(nw) + no, which is smallest for n = sqrt(s/(wo)): buckets of sqrt(swo)
+bytes, and an overhead of 2 sqrt(so/w).
+"""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapTimeline:
+    """When each bucket starts and ends, in seconds from the start of backward."""
+
+    start_s: Array
+    finish_s: Array
+    exposed_s: float
+    """From the end of backward to the end of the last bucket."""
+
+
+def overlap_timeline(
+    ready_s: npt.ArrayLike, communication_s: npt.ArrayLike, backward_s: float
+) -> OverlapTimeline:
+    """Plays the buckets through: one at a time, in order of their index.
+
+    Bucket k starts when it is ready and bucket k-1 has ended, which is never before the buckets
+    with a lower index are ready, so that all ranks agree on the order:
+    finish[k] = max(ready[k], finish[k-1]) + communication[k].
+    """
+    ready = np.asarray(ready_s, dtype=np.float64)
+    communication = np.asarray(communication_s, dtype=np.float64)
+    # Unrolled: finish[k] = max over j <= k of ready[j] + communication[j] + ... + [k].
+    total = np.cumsum(communication)
+    finish = total + np.maximum.accumulate(ready - (total - communication))
+    last = float(finish[-1]) if finish.size else 0.0
+    return OverlapTimeline(
+        start_s=finish - communication, finish_s=finish, exposed_s=max(0.0, last - backward_s)
+    )
+
+
+def exposed_s(
+    *,
+    total_bytes: float,
+    bytes_per_s: float,
+    call_s: float,
+    backward_s: float,
+    num_buckets: npt.ArrayLike,
+) -> Array:
+    """Exposed seconds with equal buckets: max(o + s/(nw), T/n + no + s/w - T)."""
+    n = np.asarray(num_buckets, dtype=np.float64)
+    line_s = total_bytes / bytes_per_s
+    return np.maximum(call_s + line_s / n, backward_s / n + n * call_s + line_s - backward_s)
+
+
+def optimal_num_buckets(
+    *, total_bytes: float, bytes_per_s: float, call_s: float, backward_s: float
+) -> float:
+    """The number of equal buckets with the least exposed time: max(sqrt(T/o), (T - s/w)/o)."""
+    line_s = total_bytes / bytes_per_s
+    return max(1.0, float(np.sqrt(backward_s / call_s)), (backward_s - line_s) / call_s)
+
+
+def balanced_overhead_s(
+    *, total_bytes: float, bytes_per_s: float, call_s: float, num_buckets: npt.ArrayLike
+) -> Array:
+    """Overhead when computing a bucket takes as long as its bytes: s/(nw) + no."""
+    n = np.asarray(num_buckets, dtype=np.float64)
+    return total_bytes / (n * bytes_per_s) + n * call_s
+
+
+def balanced_bucket_bytes(*, total_bytes: float, bytes_per_s: float, call_s: float) -> float:
+    """The bucket size that makes `balanced_overhead_s` least: sqrt(swo)."""
+    return float(np.sqrt(total_bytes * bytes_per_s * call_s))

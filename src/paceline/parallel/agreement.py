@@ -1,0 +1,92 @@
+"""Making sure that all ranks hold the same model before they train it together.
+
+`require_same_parameters` compares one number per rank in one call, and looks closer only when
+they differ: ranks whose models differ in a shape would otherwise wait for each other, or add up
+gradients of different parameters. `broadcast_tensors` gives all ranks the first rank's values.
+Neither sends more per rank when there are more ranks.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.core.errors import PacelineError
+from paceline.parallel.buckets import plan_buckets, tensor_spec, view_like
+
+_BROADCAST_BYTES = 256 * 2**20
+
+
+class DisagreementError(PacelineError):
+    """Ranks hold different models, naming the first parameter in which they differ."""
+
+
+def require_same_parameters(
+    tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises on every rank if names, shapes, dtypes or what is trained differ between ranks."""
+    own = [
+        f"{name!r} of shape {tuple(tensor.shape)}, {tensor.dtype}, "
+        + ("trained" if tensor.requires_grad else "frozen")
+        for name, tensor in tensors
+    ]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = extremes.tolist()
+    if largest != -negated_smallest:
+        _raise_first_difference(own, group, device)
+
+
+def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    reference = _broadcast_lines(own if rank == 0 else [], 0, group, device)
+    pairs = zip(own, reference, strict=False)
+    shorter = min(len(own), len(reference))
+    first = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
+    # Ordered by parameter first and rank second, so that one number names both.
+    place = torch.iinfo(torch.int64).max if own == reference else first * world_size + rank
+    least = torch.tensor([place], dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    index, culprit = divmod(int(least), world_size)
+    culprits = _broadcast_lines(
+        own[index : index + 1] if rank == culprit else [], culprit, group, device
+    )
+    first_has = reference[index] if index < len(reference) else "nothing"
+    culprit_has = culprits[0] if culprits else "nothing"
+    raise DisagreementError(
+        f"the ranks' models differ: at parameter {index}, rank 0 has {first_has}, rank {culprit} "
+        f"has {culprit_has}; build the same model on every rank"
+    )
+
+
+def _broadcast_lines(
+    lines: list[str], source: int, group: dist.ProcessGroup, device: torch.device
+) -> list[str]:
+    content: list[list[str] | None] = [lines]
+    dist.broadcast_object_list(content, group=group, device=device, group_src=source)
+    received = content[0]
+    assert received is not None
+    return received
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites tensors with the values of the group's first rank, in few calls."""
+    chosen = list(tensors)
+    specs = [tensor_spec(str(index), tensor) for index, tensor in enumerate(chosen)]
+    for plan in plan_buckets(specs, _BROADCAST_BYTES):
+        flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
+        views = [
+            view_like(chosen[slot.tensor], flat[slot.offset : slot.offset + slot.num_elements])
+            for slot in plan.slots
+        ]
+        for slot, view in zip(plan.slots, views, strict=True):
+            view.copy_(chosen[slot.tensor])
+        # As bytes: a backend need not know the dtype to pass it on.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        for slot, view in zip(plan.slots, views, strict=True):
+            chosen[slot.tensor].copy_(view)

@@ -1,0 +1,194 @@
+"""Gradients in few, flat, contiguous pieces.
+
+The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
+on every run and after every restart. Parameters are taken in reverse order, because backward
+reaches the last layers first. A bucket holds one dtype on one device; a parameter larger than the
+cap has a bucket of its own. The first and the last bucket are small: the first, so that
+communication starts early; the last, because it can only start when backward is over and is
+therefore never hidden.
+
+A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
+has a gradient for it. Summed over the ranks with everything else, they tell without a further
+call whether any rank had one.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import PacelineError
+
+EDGE_BYTES = 2**20
+"""What the first and the last bucket may hold."""
+
+_ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
+
+
+class GradientError(PacelineError):
+    """A gradient that cannot be synchronised, naming its parameter."""
+
+
+class TensorSpec(NamedTuple):
+    """What a plan needs to know of a tensor."""
+
+    name: str
+    num_elements: int
+    """Real numbers: a complex one counts as two."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in its bucket."""
+
+    tensor: int
+    """Its place in the list that was planned."""
+    offset: int
+    num_elements: int
+
+
+class BucketPlan(NamedTuple):
+    """One bucket: its tensors in the order in which backward reaches them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    num_elements: int
+    """Of all tensors, with what aligns them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What is communicated."""
+        return (self.num_elements + len(self.slots)) * self.dtype.itemsize
+
+
+def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[BucketPlan]:
+    """Divides tensors into buckets of at most `cap_bytes`, in the order of their launch.
+
+    Without a cap there is one bucket per dtype and device; a cap of zero makes one per tensor.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index in range(len(tensors) - 1, -1, -1):
+        _, _, dtype, device = tensors[index]
+        kinds.setdefault((dtype, device), []).append(index)
+    plans = [
+        _place(tensors, indices, dtype, device)
+        for (dtype, device), of_kind in kinds.items()
+        for indices in _divide(tensors, of_kind, dtype.itemsize, cap_bytes)
+    ]
+    # A bucket is ready when backward has reached its last tensor.
+    plans.sort(key=lambda plan: -plan.slots[-1].tensor)
+    return plans
+
+
+def _divide(
+    tensors: Sequence[TensorSpec], indices: list[int], itemsize: int, cap_bytes: float | None
+) -> list[list[int]]:
+    if cap_bytes is None:
+        return [indices]
+    edge_bytes = min(EDGE_BYTES, cap_bytes)
+    sizes = [tensors[index].num_elements * itemsize for index in indices]
+    tail_start = _start_of_tail(sizes, edge_bytes)
+    groups: list[list[int]] = []
+    group: list[int] = []
+    group_bytes = 0
+    for position, index in enumerate(indices):
+        limit = cap_bytes if groups else edge_bytes
+        full = group_bytes + sizes[position] > limit
+        if group and (full or position == tail_start):
+            groups.append(group)
+            group, group_bytes = [], 0
+        group.append(index)
+        group_bytes += sizes[position]
+    groups.append(group)
+    return groups
+
+
+def _start_of_tail(sizes: list[int], edge_bytes: float) -> int:
+    start = len(sizes) - 1
+    tail_bytes = sizes[start]
+    while start and tail_bytes + sizes[start - 1] <= edge_bytes:
+        start -= 1
+        tail_bytes += sizes[start]
+    return start
+
+
+def _place(
+    tensors: Sequence[TensorSpec], indices: list[int], dtype: torch.dtype, device: torch.device
+) -> BucketPlan:
+    alignment = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+    offset = 0
+    slots = []
+    for index in indices:
+        num_elements = tensors[index].num_elements
+        slots.append(Slot(index, offset, num_elements))
+        offset += -(-num_elements // alignment) * alignment
+    return BucketPlan(dtype, device, tuple(slots), offset)
+
+
+def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
+    """Describes a tensor for a plan."""
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return TensorSpec(name, tensor.numel() * (1 + tensor.is_complex()), dtype, tensor.device)
+
+
+class Bucket:
+    """A flat buffer whose pieces are the gradients of its parameters."""
+
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
+        self.plan = plan
+        self.parameters = [parameters[slot.tensor] for slot in plan.slots]
+        self.buffer = torch.zeros(
+            plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
+        )
+        self.presence = self.buffer[plan.num_elements :]
+        self.views = [
+            view_like(parameter, self.buffer[slot.offset : slot.offset + slot.num_elements])
+            for slot, parameter in zip(plan.slots, self.parameters, strict=True)
+        ]
+
+    def take(self, position: int, scale: float, name: str) -> bool:
+        """Moves a gradient into the buffer, scaled on the way; False if it lay there already.
+
+        Optimizers drop gradients after a step, and user code may set others: each comes back as
+        a tensor of its own, and becomes a view of the buffer again here.
+        """
+        parameter, view = self.parameters[position], self.views[position]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is view:
+            return False
+        if gradient.layout != torch.strided:
+            raise GradientError(
+                f"parameter {name!r} has a {gradient.layout} gradient; only dense ones can be "
+                "synchronised: make its layer with sparse=False"
+            )
+        if gradient.dtype != view.dtype or gradient.device != view.device:
+            raise GradientError(
+                f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after "
+                f"its container was made for {view.dtype} on {view.device}; convert it before"
+            )
+        torch.mul(gradient.detach(), scale, out=view)
+        parameter.grad = view
+        return True
+
+
+def view_like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """Shapes a flat piece like a parameter, with the same strides where it is dense."""
+    if parameter.is_complex():
+        return torch.view_as_complex(piece.view(*parameter.shape, 2))
+    if _is_dense(parameter):
+        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+    return piece.view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.numel() > 0

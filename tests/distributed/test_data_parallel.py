@@ -1,0 +1,523 @@
+"""Every container against one process with all data, with different data on every rank."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.parallel import (
+    BucketedDataParallel,
+    DataParallel,
+    RankError,
+    RankPool,
+)
+from tests.distributed.toys import (
+    CONTAINERS,
+    MODELS,
+    Layered,
+    Unused,
+    data,
+    loss_of,
+    make_optimizer,
+    make_pair,
+    oracle_backward,
+    require_equal,
+    require_identical,
+)
+
+Pools = Callable[[int], RankPool]
+
+
+def _train(rank: int, world_size: int, model: str, container: str) -> None:
+    ours, oracle = make_pair(rank, model, container)
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    for step in range(4):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        ours.finish_gradient_synchronization()
+        require_equal(ours, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+            # Both ways of clearing: one drops the views of the buffer, the other keeps them.
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_training_equals_one_process(
+    rank_pool: Pools, model: str, container: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_train, model, container)
+
+
+def _accumulate(rank: int, world_size: int, model: str, container: str, way: str) -> None:
+    ours, oracle = make_pair(rank, model, container)
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    for step in range(0, 6, 3):
+        if way == "no_sync":
+            with ours.no_sync():
+                loss_of(ours(data(step, rank), rank)).backward()
+                ours.finish_gradient_synchronization()
+                loss_of(ours(data(step + 1, rank), rank)).backward()
+        elif way == "forward_in_no_sync":
+            for micro in (step, step + 1):
+                with ours.no_sync():
+                    loss = loss_of(ours(data(micro, rank), rank))
+                loss.backward()
+        else:  # Two passes that are both synchronised.
+            loss_of(ours(data(step, rank), rank)).backward()
+            loss_of(ours(data(step + 1, rank), rank)).backward()
+        loss_of(ours(data(step + 2, rank), rank)).backward()
+        for micro in range(step, step + 3):
+            oracle_backward(oracle, micro, world_size)
+        require_equal(ours, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("way", ["no_sync", "forward_in_no_sync", "twice"])
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("model", ["layered", "unused_on_one_rank"])
+def test_several_backward_passes_accumulate(
+    rank_pool: Pools, model: str, container: str, way: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_accumulate, model, container, way)
+
+
+def _fail_in_no_sync(rank: int, world_size: int) -> None:
+    ours, oracle = make_pair(rank, "layered", "bucketed")
+    with pytest.raises(ZeroDivisionError), ours.no_sync():
+        raise ZeroDivisionError
+    loss_of(ours(data(0, rank), rank)).backward()
+    oracle_backward(oracle, 0, world_size)
+    require_equal(ours, oracle)
+
+
+def test_an_error_inside_no_sync_does_not_switch_synchronisation_off(rank_pool: Pools) -> None:
+    rank_pool(2).run(_fail_in_no_sync)
+
+
+def _replace_gradients(rank: int, world_size: int, container: str) -> None:
+    ours, oracle = make_pair(rank, "layered", container)
+    for model in (ours, oracle):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+    loss_of(ours(data(0, rank), rank)).backward()
+    oracle_backward(oracle, 0, world_size)
+    require_equal(ours, oracle)
+    buffers = {bucket.buffer.untyped_storage().data_ptr() for bucket in ours._synchronizer.buckets}
+    for parameter in ours.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() in buffers
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_gradients_that_the_user_sets_are_counted_and_become_views(
+    rank_pool: Pools, container: str
+) -> None:
+    rank_pool(2).run(_replace_gradients, container)
+
+
+def _equal_torch(rank: int, _world_size: int, container: str) -> None:
+    ours, theirs = make_pair(rank, "layered", container)
+    theirs = DistributedDataParallel(theirs)
+    optimizers = make_optimizer(ours), make_optimizer(theirs)
+    for step in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            loss_of(model(data(step, rank), rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, reference)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_two_ranks_are_equal_to_torch_to_the_bit(rank_pool: Pools, container: str) -> None:
+    rank_pool(2).run(_equal_torch, container)
+
+
+def _drift(rank: int, world_size: int, ours: bool) -> bool:
+    torch.manual_seed(0)
+    model = Unused()
+    container = BucketedDataParallel(model) if ours else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(container.parameters(), lr=1.0)
+    loss_of(container(data(0, rank), rank)).backward()
+    optimizer.step()
+    own = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    gathered = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(gathered, own)
+    return not torch.equal(gathered[0], gathered[1])
+
+
+def test_torch_drifts_silently_with_an_unused_parameter_and_we_do_not(rank_pool: Pools) -> None:
+    # pytorch#128949: the bucket that waits for the unused parameter is never sent.
+    assert all(rank_pool(2).run(_drift, False))
+    assert not any(rank_pool(2).run(_drift, True))
+
+
+def _explain_unused(rank: int, _world_size: int, model: str, container: str) -> list[str]:
+    ours, _ = make_pair(rank, model, container)
+    loss_of(ours(data(0, rank), rank)).backward()
+    return [f"{unused.name} on {unused.ranks}" for unused in ours.explain_unused()]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_unused_parameters_are_named_with_their_ranks(rank_pool: Pools, container: str) -> None:
+    for found in rank_pool(3).run(_explain_unused, "unused_on_one_rank", container):
+        assert found == ["side.weight on (1,)", "side.bias on (1,)"]
+    for found in rank_pool(3).run(_explain_unused, "unused", container):
+        assert found == ["idle.weight on (0, 1, 2)", "idle.bias on (0, 1, 2)"]
+    for found in rank_pool(3).run(_explain_unused, "layered", container):
+        assert found == []
+
+
+def _skip_backward(rank: int, world_size: int, container: str) -> None:
+    """A rank whose loss depends on nothing that is trained joins when it finishes."""
+    ours, oracle = make_pair(rank, "layered", container)
+    loss = loss_of(ours(data(0, rank), rank))
+    if rank != 1:
+        loss.backward()
+    ours.finish_gradient_synchronization()
+    total = sum(loss_of(oracle(data(0, other), other)) for other in range(world_size) if other != 1)
+    (total / world_size).backward()
+    require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_rank_without_backward_joins_by_finishing(rank_pool: Pools, container: str) -> None:
+    rank_pool(3).run(_skip_backward, container)
+
+
+def _mismatch(rank: int, _world_size: int, difference: str) -> str:
+    model: nn.Module = Layered()
+    if rank == 1 and difference == "shape":
+        model.second = nn.Linear(40, 41, bias=False)
+    elif rank == 1 and difference == "missing":
+        model.third = nn.Linear(40, 10, bias=False)
+    elif rank == 1 and difference == "extra":
+        model.fourth = nn.Linear(2, 2)
+    elif rank == 1 and difference == "frozen":
+        model.first.bias.requires_grad_(False)
+    elif rank == 1 and difference == "dtype":
+        model.first.double()
+    try:
+        BucketedDataParallel(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ("shape", "'second.weight' of shape (40, 40)"),
+        ("missing", "rank 0 has 'third.bias'"),
+        ("extra", "rank 0 has nothing, rank 1 has 'fourth.weight'"),
+        ("frozen", "'first.bias' of shape (40,), torch.float32, frozen"),
+        ("dtype", "'first.weight' of shape (40, 10), torch.float64"),
+    ],
+)
+def test_models_that_differ_are_named_on_every_rank(
+    rank_pool: Pools, difference: str, message: str
+) -> None:
+    for text in rank_pool(3).run(_mismatch, difference):
+        assert text.startswith("DisagreementError")
+        assert message in text
+        assert "rank 1 has" in text
+
+
+def _weighted(rank: int, world_size: int, container: str) -> None:
+    ours, oracle = make_pair(rank, "layered", container)
+    weights = [3.0, 0.0, 5.0, 1.0][:world_size]
+    for step in range(2):
+        ours.set_gradient_weight(weights[rank])
+        loss_of(ours(data(step, rank), rank)).backward()
+        losses = [loss_of(oracle(data(step, other), other)) for other in range(world_size)]
+        total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+        (total / sum(weights)).backward()
+        require_equal(ours, oracle)
+    loss_of(ours(data(2, rank), rank)).backward()  # The weight is for one synchronisation.
+    oracle_backward(oracle, 2, world_size)
+    require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_gradients_are_averaged_by_weight(
+    rank_pool: Pools, container: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_weighted, container)
+
+
+def _reduce_in(rank: int, world_size: int, parameters: torch.dtype, reduction: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Layered().to(parameters)
+    local = Layered().to(parameters)
+    local.load_state_dict(model.state_dict())
+    ours = BucketedDataParallel(model, 0.001, reduction_dtype=reduction)
+    x = data(0, rank).to(parameters)
+    loss_of(ours(x, rank)).backward()
+    loss_of(local(x, rank)).backward()
+    for own, alone in zip(ours.parameters(), local.parameters(), strict=True):
+        gathered = [torch.empty_like(alone.grad) for _ in range(world_size)]
+        dist.all_gather(gathered, alone.grad.contiguous())
+        share = [(gradient / world_size).to(parameters) for gradient in gathered]
+        expected = sum(part.to(reduction) for part in share).to(parameters)
+        assert own.grad.dtype == parameters
+        require_identical(own.grad, "gradient")
+        torch.testing.assert_close(own.grad, expected, rtol=2**-7, atol=2**-12)
+        if reduction == torch.float32:
+            assert torch.equal(own.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reduction"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_sums_are_computed_in_the_format_that_was_asked_for(
+    rank_pool: Pools, parameters: torch.dtype, reduction: torch.dtype
+) -> None:
+    rank_pool(2).run(_reduce_in, parameters, reduction)
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        self.register_buffer("table", torch.randn(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def _buffers(rank: int, _world_size: int) -> None:
+    torch.manual_seed(rank)
+    ours = BucketedDataParallel(_Normed())
+    require_identical(ours.module.table, "table")
+    before = ours.module.norm.running_mean.clone()
+    for step in range(2):
+        ours(data(step, rank)).square().sum().backward()
+    assert not torch.equal(before, ours.module.norm.running_mean)
+    with torch.no_grad():
+        ours.eval()(data(2, rank))
+    ours.train()(data(3, rank) * 0)
+    # Rank 0's statistics were taken over before the last pass, whose input was the same on all.
+    for name, buffer in ours.module.named_buffers():
+        require_identical(buffer, name)
+
+
+def test_buffers_follow_the_first_rank(rank_pool: Pools) -> None:
+    rank_pool(2).run(_buffers)
+
+
+def _state(rank: int, _world_size: int) -> None:
+    ours, oracle = make_pair(rank, "tied", "bucketed")
+    assert list(ours.state_dict()) == list(oracle.state_dict())
+    for value in oracle.state_dict().values():
+        value.add_(1)
+    ours.load_state_dict(oracle.state_dict())
+    ours.module.load_state_dict(oracle.state_dict())
+    require_equal(ours, oracle)
+    outer = nn.ModuleDict({"inner": ours})
+    assert list(outer.state_dict()) == [f"inner.{name}" for name in oracle.state_dict()]
+    outer.load_state_dict({f"inner.{name}": value for name, value in oracle.state_dict().items()})
+    names = [name for name, _ in ours.named_parameters()]
+    assert names == [f"module.{name}" for name, _ in oracle.named_parameters()]
+
+
+def test_state_has_the_names_of_the_inner_module(rank_pool: Pools) -> None:
+    rank_pool(2).run(_state)
+
+
+def _groups(rank: int, _world_size: int, as_mesh: bool) -> None:
+    if as_mesh:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        with pytest.raises(Exception, match="one dimension"):
+            make_pair(rank, "layered", "bucketed", process_group=mesh)
+        group = mesh["inner"]
+    else:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = groups[rank // 2]
+    torch.manual_seed(rank)
+    ours = BucketedDataParallel(Layered(), 0.001, process_group=group)
+    torch.manual_seed(rank // 2 * 2)
+    oracle = Layered()
+    for index in (0, 1):
+        other = rank // 2 * 2 + index
+        (loss_of(oracle(data(0, other), other)) / 2).backward()
+    loss_of(ours(data(0, rank), rank)).backward()
+    for own, expected in zip(ours.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("as_mesh", [False, True])
+def test_groups_average_among_themselves(rank_pool: Pools, as_mesh: bool) -> None:
+    rank_pool(4).run(_groups, as_mesh)
+
+
+def _unfreeze(rank: int, world_size: int) -> None:
+    ours, oracle = make_pair(rank, "frozen", "bucketed")
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    for step in range(6):
+        for model in (ours.module, oracle):
+            model.second.weight.requires_grad_(step in (2, 3))
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_parameters_may_be_frozen_and_unfrozen(rank_pool: Pools) -> None:
+    rank_pool(2).run(_unfreeze)
+
+
+def _statistics(rank: int, _world_size: int, container: str) -> None:
+    ours, _ = make_pair(rank, "layered", container)
+    assert ours.synchronization_stats() is None
+    for step in range(2):
+        loss_of(ours(data(step, rank), rank)).backward()
+    stats = ours.synchronization_stats()
+    assert stats is not None
+    num_bytes = sum(parameter.nbytes for parameter in ours.parameters())
+    num_parameters = len(list(ours.parameters()))
+    assert sum(bucket.num_parameters for bucket in stats.buckets) == num_parameters
+    # Behind the gradients lies one number per parameter.
+    assert sum(bucket.num_bytes for bucket in stats.buckets) >= num_bytes + 4 * num_parameters
+    launches = [bucket.launch_s for bucket in stats.buckets]
+    assert launches == sorted(launches)
+    for bucket in stats.buckets:
+        assert 0 < bucket.launch_s < bucket.finish_s
+        assert bucket.finish_s <= stats.backward_s + stats.exposed_wait_s
+    late = [bucket for bucket in stats.buckets if bucket.launch_s > stats.backward_s]
+    assert len(late) == (len(launches) if container in ("naive", "flat") else 0)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_statistics_say_what_was_sent_when(rank_pool: Pools, container: str) -> None:
+    rank_pool(2).run(_statistics, container)
+
+
+class _InsideAndOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.utils.checkpoint.checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return self.layer(x)
+
+
+def _inside_and_outside(rank: int, _world_size: int) -> None:
+    ours = BucketedDataParallel(_InsideAndOutside())
+    ours(data(0, rank)).sum().backward()
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_gone_is_refused_by_name() -> None:
+    with (
+        RankPool(2, timeout_s=60) as pool,
+        pytest.raises(RankError, match=r"'layer\.\w+' got a"),
+    ):
+        pool.run(_inside_and_outside)
+
+
+def _sparse(rank: int, _world_size: int) -> None:
+    ours = BucketedDataParallel(nn.Embedding(10, 4, sparse=True))
+    ours(torch.tensor([rank])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    with (
+        RankPool(2, timeout_s=60) as pool,
+        pytest.raises(RankError, match=r"'weight' has a torch\.sp"),
+    ):
+        pool.run(_sparse)
+
+
+def _unsupported(_rank: int, _world_size: int) -> None:
+    for module, message in (
+        (nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+        (nn.LazyLinear(2), "'weight' has no shape yet"),
+        (nn.GELU(), "no parameters"),
+    ):
+        with pytest.raises(Exception, match=message):
+            BucketedDataParallel(module)
+    with pytest.raises(Exception, match="bucket_size_mb must be positive"):
+        BucketedDataParallel(nn.Linear(2, 2), 0)
+
+
+def test_what_cannot_be_synchronised_is_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(2).run(_unsupported)
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(Exception, match=r"inside of distributed_session\(\)"):
+        BucketedDataParallel(nn.Linear(2, 2))
+
+
+def _broken_off(rank: int, world_size: int) -> str:
+    """All ranks fail alike in the midst of backward, before anything was sent, and go on."""
+    ours, oracle = make_pair(rank, "layered", "one_bucket")
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("in the midst")
+
+    handle = ours.module.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="in the midst"):
+        loss_of(ours(data(0, rank), rank)).backward()
+    handle.remove()
+    ours.zero_grad()
+    loss_of(ours(data(1, rank), rank)).backward()
+    oracle_backward(oracle, 1, world_size)
+    require_equal(ours, oracle)
+    return "went on"
+
+
+def test_a_backward_that_broke_off_before_sending_can_be_repeated(rank_pool: Pools) -> None:
+    assert rank_pool(2).run(_broken_off) == ["went on"] * 2
+
+
+def _broken_off_while_sending(rank: int, _world_size: int) -> None:
+    ours, _ = make_pair(rank, "layered", "overlapped")
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("in the midst")
+
+    handle = ours.module.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="in the midst"):
+        loss_of(ours(data(0, rank), rank)).backward()
+    handle.remove()
+    loss_of(ours(data(1, rank), rank)).backward()
+
+
+def test_a_backward_that_broke_off_while_sending_is_an_error() -> None:
+    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match="was broken off while"):
+        pool.run(_broken_off_while_sending)
+
+
+def _no_gradients_recorded(rank: int, _world_size: int) -> None:
+    ours, _ = make_pair(rank, "layered", "bucketed")
+    assert isinstance(ours, DataParallel)
+    if rank == 0:  # Evaluation on one rank only must not communicate.
+        with torch.no_grad():
+            ours(data(0, rank), rank)
+    dist.barrier()
+
+
+def test_evaluation_does_not_communicate(rank_pool: Pools) -> None:
+    rank_pool(2).run(_no_gradients_recorded)
