@@ -30,3 +30,17 @@ def test_the_readmes_python(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert result.stdout.splitlines()[0] == "128625408"
+
+
+def test_accumulate_and_clip_gives_the_same_losses_on_any_number_of_ranks() -> None:
+    losses = [
+        subprocess.run(
+            [sys.executable, ROOT / "examples" / "accumulate_and_clip.py", "--ranks", str(ranks)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for ranks in (1, 2)
+    ]
+    assert len(losses[0].splitlines()) == 5
+    assert losses[0] == losses[1]

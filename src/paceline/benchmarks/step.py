@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.benchmarks.config import StepCase
@@ -35,9 +35,25 @@ _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_
 
 
 class TrainingStep:
-    """A model, its batch and its optimizer, ready to step."""
+    """A model, its batch and its optimizer, ready to step.
 
-    def __init__(self, case: StepCase, device: torch.device) -> None:
+    Args:
+        case: What to run.
+        device: Where.
+        wrap: What makes the model train with those of other ranks.
+        data_seed: Gives each rank its own batch.
+        fused_optimizer: Use AdamW's fused implementation.
+    """
+
+    def __init__(
+        self,
+        case: StepCase,
+        device: torch.device,
+        *,
+        wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
+        data_seed: int = 0,
+        fused_optimizer: bool = False,
+    ) -> None:
         self.device = device
         self.phase = case.phase
         precision = precision_preset(case.precision)
@@ -45,21 +61,25 @@ class TrainingStep:
         # Seeded, so that two runs of a case measure the same numbers as well as the same shape.
         torch.manual_seed(0)
         with device:
-            self.model = TransformerLM(
+            model = TransformerLM(
                 case.shape,
                 attention=case.attention,
                 activation_checkpointing=case.activation_checkpointing,
             )
+        if case.compilation == "blocks":
+            model.compile_blocks()
+        elif case.compilation == "whole":
+            model.compile()
+        self.model = wrap(model)
+        torch.manual_seed(data_seed)
         size = (case.batch.num_sequences, case.batch.context_length + 1)
         tokens = torch.randint(case.shape.vocab_size, size, device=device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=fused_optimizer or None
+        )
         # float16 has too little range for small gradients: they are scaled up on the way.
         self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
-        if case.compilation == "blocks":
-            self.model.compile_blocks()
-        elif case.compilation == "whole":
-            self.model.compile()
 
     def forward(self) -> Tensor:
         """Returns the loss; gradients are recorded only where a backward pass follows."""
@@ -113,7 +133,7 @@ class TrainingStep:
             phases["after_optimizer"] = self.optimizer_step
         peaks = step_peaks(
             self.device,
-            resident_tensors=self._resident_tensors(),
+            resident_tensors=self.resident_tensors(),
             phases={name: noting_resident_peak(name, run) for name, run in phases.items()},
         )
         return {f"peak_{name}_bytes": value for name, value in peaks.items()} | {
@@ -125,7 +145,8 @@ class TrainingStep:
         if self.phase != "forward":
             self.backward(loss)
 
-    def _resident_tensors(self) -> list[Tensor]:
+    def resident_tensors(self) -> list[Tensor]:
+        """Returns what exists before a step and outlives it."""
         states = [
             value
             for state in self.optimizer.state.values()

@@ -3,11 +3,16 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import tyro
 
-from paceline.benchmarks.config import AttentionSweep, CommunicationSweep, StepSweep
+from paceline.benchmarks.config import (
+    AttentionSweep,
+    CommunicationSweep,
+    DataParallelSweep,
+    StepSweep,
+)
 from paceline.cli.output import (
     OutputOptions,
     case_progress,
@@ -58,6 +63,18 @@ class CommunicationCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelCommand:
+    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
+
+    sweep: DataParallelSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
+Subject: TypeAlias = StepCommand | AttentionCommand | CommunicationCommand | DataParallelCommand
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Measure one part of training and append the records to a store."""
 
@@ -65,17 +82,19 @@ class BenchCommand:
         Annotated[StepCommand, tyro.conf.subcommand("step")]
         | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
         | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
+        | Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
     )
 
 
 def run(command: BenchCommand) -> int:
     """Measures every case; fails when one failed for another reason than its size."""
     subject = command.subject
-    num_cases = len(list(subject.sweep.cases()))
+    num_cases = _num_cases(subject)
     if num_cases == 0:
         raise UsageError("nothing to measure: every list of the sweep needs at least one value")
 
     from paceline.records import RecordStore
+    from paceline.records.kinds import PREDICTION
     from paceline.reports.tables import records_table, render_rich
 
     store = RecordStore(subject.store.store)
@@ -86,22 +105,34 @@ def run(command: BenchCommand) -> int:
             records.append(record)
             if subject.output.json:
                 print_record(record)
-            progress.next_case()
+            if record.kind != PREDICTION:
+                progress.next_case()
     if not subject.output.json:
-        for kind in dict.fromkeys(record.kind for record in records):
+        for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
             chosen = [record for record in records if record.kind == kind]
             stdout_console().print(render_rich(records_table(chosen)))
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 
+def _num_cases(subject: Subject) -> int:
+    if isinstance(subject, DataParallelCommand):
+        return sum(len(case.variants) for case in subject.sweep.cases())
+    return len(list(subject.sweep.cases()))
+
+
 def _records(
-    subject: StepCommand | AttentionCommand | CommunicationCommand,
+    subject: Subject,
     on_progress: Callable[[int, int], None],
 ) -> "Iterator[Record]":
     if isinstance(subject, CommunicationCommand):
         from paceline.benchmarks.communication_sweep import communication_records
 
         return communication_records(subject.sweep)
+
+    if isinstance(subject, DataParallelCommand):
+        from paceline.benchmarks.data_parallel_sweep import data_parallel_records
+
+        return data_parallel_records(subject.sweep, on_progress)
 
     from paceline.benchmarks.sweep import attention_records, step_records
 

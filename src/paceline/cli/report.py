@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from paceline.records import Record
 
 PlotName = Literal[
-    "step-time", "warmup", "precision", "attention-time", "attention-memory", "communication"
+    "step-time",
+    "warmup",
+    "precision",
+    "attention-time",
+    "attention-memory",
+    "communication",
+    "strategies",
+    "bucket-size",
 ]
 
 

@@ -2,8 +2,8 @@
 
 Sources: the sizes small to 10B are those of the Stanford CS336 systems hand-outs (2025 and
 2026), xxl is that of its communication accounting problem, where attention, embeddings and
-output layer are left out and a feed-forward layer is two plain matrices. Llama 3: Grattafiori
-et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1.
+output layer are left out and a feed-forward layer is two plain matrices. bytes-34M is our own.
+Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1.
 """
 
 import difflib
@@ -51,6 +51,14 @@ _PRESETS: dict[str, ModelShape] = {
         feed_forward="linear",
         norm="none",
         positions="none",
+    ),
+    # A byte-level model that trains on a laptop: the one that data-parallel figures are about.
+    "bytes-34M": ModelShape(
+        vocab_size=256,
+        d_model=512,
+        d_ff=2048,
+        num_layers=8,
+        num_heads=8,
     ),
     "llama3-8B": _llama3(4096, 14336, 32, 32),
     "llama3-70B": _llama3(8192, 28672, 80, 64),

@@ -5,13 +5,20 @@ buckets before it have started; after backward, all are waited for. Large bucket
 small ones leave less to wait for in the end.
 """
 
+import logging
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
+from paceline.core.units import MIB
+from paceline.parallel.bucket_size import FIRST_SIZE_MB, BucketSizeChoice, BucketSizeTuner
+from paceline.parallel.buckets import tensor_spec
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.synchronization import Launch
+from paceline.parallel.synchronization import GradientSynchronizer, Launch
+
+_logger = logging.getLogger(__name__)
 
 
 class BucketedDataParallel(DataParallel):
@@ -29,7 +36,41 @@ class BucketedDataParallel(DataParallel):
         bucket_size_mb: float | Literal["auto"] | None = 25.0,
         **keywords: Any,
     ) -> None:
-        cap_bytes = None if bucket_size_mb is None else float(bucket_size_mb) * 2**20
-        if cap_bytes is not None and not cap_bytes > 0:
-            raise UsageError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
+        size_mb = FIRST_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
+        if size_mb is not None and not (isinstance(size_mb, (int, float)) and size_mb > 0):
+            raise UsageError(
+                f'bucket_size_mb must be a positive number, None or "auto", got {bucket_size_mb!r}'
+            )
+        cap_bytes = None if size_mb is None else size_mb * MIB
         super().__init__(module, cap_bytes=cap_bytes, launch=Launch.WHEN_READY, **keywords)
+        self.bucket_size_choice: BucketSizeChoice | None = None
+        """What "auto" chose and why; None before it has, and without it."""
+        self._tuner: BucketSizeTuner | None = None
+        self._watched: GradientSynchronizer | None = None
+        if bucket_size_mb == "auto" and self.is_distributed:
+            self._tuner = BucketSizeTuner(self.process_group, self._device)
+
+    def _follow_changes(self) -> None:
+        super()._follow_changes()
+        if self._tuner is not None:
+            self._tune(self._tuner)
+
+    def _tune(self, tuner: BucketSizeTuner) -> None:
+        synchronizer = self._synchronizer
+        assert synchronizer is not None
+        if synchronizer is not self._watched:
+            # The first step, or other parameters are trained than before.
+            self._watched = synchronizer
+            synchronizer.records_arrivals = True
+            tuner.forget()
+        elif synchronizer.num_runs > tuner.num_observed:
+            tuner.observe(synchronizer.arrivals_s())
+        if not tuner.has_seen_enough:
+            return
+        choice = tuner.choose([tensor_spec(*named) for named in self._trained()])
+        if dist.get_rank(self.process_group) == 0:
+            _logger.info("%s", choice.explain())
+        self._tuner = self._watched = None
+        self.bucket_size_choice = choice
+        self._cap_bytes = choice.bucket_size_mb * MIB
+        self._build()

@@ -85,7 +85,7 @@ class DataParallel(nn.Module):
                 self.process_group,
             )
             self._build()
-        self._state_buffers = _persistent_buffers(module) if broadcast_buffers else []
+        self._state_buffers = persistent_buffers(module) if broadcast_buffers else []
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -183,6 +183,7 @@ class DataParallel(nn.Module):
         """Divides the parameters that are trained now, and watches them."""
         if self._synchronizer is not None:
             self._synchronizer.close()
+            self._synchronizer = None  # Before the new buffers are made, the old ones can go.
         self._is_trained = [tensor.requires_grad for _, tensor in self._all_parameters]
         trained = self._trained()
         self._synchronizer = GradientSynchronizer(
@@ -196,7 +197,7 @@ class DataParallel(nn.Module):
         )
 
     def _follow_changes(self) -> None:
-        """Starts anew where parameters were frozen or unfrozen since the last pass."""
+        """Starts anew where parameters were frozen or unfrozen since the last step."""
         if self._is_trained != [tensor.requires_grad for _, tensor in self._all_parameters]:
             require_same_parameters(self._all_parameters, self.process_group, self._device)
             self._build()
@@ -238,7 +239,8 @@ def _require_supported(parameters: list[tuple[str, nn.Parameter]]) -> torch.devi
     return parameters[0][1].device
 
 
-def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+def persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Returns the buffers that are part of the module's state."""
     kept = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in kept]
 

@@ -93,6 +93,7 @@ class _Run:
         self.messages: list[Tensor] = []
         self.works: list[dist.Work] = []
         self.began = self.over = self.end = began
+        self.arrivals: dict[int, Moment] = {}
         self.launched: list[Moment] = []
         self.finished: list[Moment] = [began] * num_buckets
         # On the program's clock, also where the device has its own: asking that one would wait.
@@ -142,8 +143,10 @@ class GradientSynchronizer:
         self._num_late_runs = 0
         self.arrived = [False] * len(parameters)
         """Which parameters had a gradient in the last synchronised backward on this rank."""
-        self.on_arrival: Callable[[int], None] | None = None
-        """Called with the index of each parameter whose gradient is complete."""
+        self.num_runs = 0
+        """Synchronised backward passes so far."""
+        self.records_arrivals = False
+        """Whether to keep when each gradient arrives."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(index)
@@ -205,6 +208,7 @@ class GradientSynchronizer:
                 self._receive(run, number)
             run.end = now(self._device)
             self._last_run = run
+            self.num_runs += 1
             if self._launch is Launch.WHEN_READY:
                 self._watch_overlap(run)
         self._run = None
@@ -229,6 +233,18 @@ class GradientSynchronizer:
             backward_s=seconds_between(run.began, run.over),
             exposed_wait_s=seconds_between(run.over, run.end),
         )
+
+    def arrivals_s(self) -> list[float]:
+        """Returns when each gradient of the last run arrived, if that was recorded.
+
+        A gradient that did not arrive is sent when backward is over.
+        """
+        run = self._last_run
+        assert run is not None
+        return [
+            seconds_between(run.began, run.arrivals.get(index, run.over))
+            for index in range(len(self._parameters))
+        ]
 
     def _take_share(self) -> float:
         """Returns what this rank's gradient counts for in the average."""
@@ -278,8 +294,8 @@ class GradientSynchronizer:
         if run.first_at == run.began_at:
             run.first_at = run.last_at
         self.arrived[index] = True
-        if self.on_arrival is not None:
-            self.on_arrival(index)
+        if self.records_arrivals:
+            run.arrivals[index] = now(self._device)
 
     def _send_what_is_ready(self, run: _Run) -> None:
         while self._launch is Launch.WHEN_READY and len(run.works) < len(self.buckets):

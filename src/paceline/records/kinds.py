@@ -23,7 +23,8 @@ MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
 LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
 _PLACE = ("device", "hardware", "threads")
-_GROUP = ("world_size", "num_hosts", "dtype", "backend")
+_RANKS = ("world_size", "num_hosts", "backend")
+_GROUP = (*_RANKS, "dtype")
 _MODEL = (
     "model",
     "vocab_size",
@@ -103,6 +104,26 @@ _KINDS: dict[str, Kind] = {
             name="comm",
             join_key=("operation", "size_bytes", *_GROUP, *_PLACE),
             method=("warmup", "steps"),
+        ),
+        # Training steps under one of several strategies that were measured in turn.
+        Kind(
+            name="ddp",
+            join_key=(
+                "strategy",
+                "bucket_size_mb",
+                *_MODEL,
+                "batch",
+                "context",
+                "precision",
+                "float32_matmul_precision",
+                "compile",
+                "activation_checkpointing",
+                "attention",
+                "optimizer",
+                *_RANKS,
+                *_PLACE,
+            ),
+            method=("baseline", "warmup", "rounds"),
         ),
         Kind(
             name="collective_fit",

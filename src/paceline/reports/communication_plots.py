@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from paceline.core.units import GB
 from paceline.records import Record
 from paceline.records.links import line_bytes_per_s
-from paceline.reports.figures import COLORS, new_figure
+from paceline.reports.figures import COLORS, GRAY, new_figure
 from paceline.reports.selection import case_number, split_series
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
             transform=axes.transAxes,
             va="top",
             fontsize="small",
-            color="#444444",
+            color=GRAY,
         )
     axes.set_xlabel("message size (bytes)")
     axes.set_ylabel("algorithm bandwidth (GB/s)")

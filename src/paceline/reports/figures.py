@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+GRAY = "#444444"
 COLORS = ("#3b6fb6", "#d97b29", "#4c9a5b", "#9a4c7a", "#6b6b6b", "#b8a13a")
 _SIZE_INCHES = (8.0, 4.8)
 _SUBTITLE_CHARACTERS = 110
@@ -30,7 +31,7 @@ def new_figure(title: str, records: Sequence[Record]) -> tuple["Figure", "Axes"]
     shared, _varying = split_fields(records)
     subtitle = textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
     figure.suptitle(title, fontweight="bold")
-    axes.set_title(subtitle, fontsize="x-small", color="#444444")
+    axes.set_title(subtitle, fontsize="x-small", color=GRAY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

@@ -7,6 +7,7 @@ from paceline.core.errors import UsageError
 from paceline.records import Record
 from paceline.reports.attention_plots import plot_attention_memory, plot_attention_time
 from paceline.reports.communication_plots import plot_communication
+from paceline.reports.data_parallel_plots import plot_bucket_size, plot_strategies
 from paceline.reports.step_plots import plot_precision, plot_step_time, plot_warmup
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], "Figure"]]]
     "attention-time": ("attention", "context", plot_attention_time),
     "attention-memory": ("attention", "context", plot_attention_memory),
     "communication": ("comm", "size_bytes", plot_communication),
+    "strategies": ("ddp", None, plot_strategies),
+    "bucket-size": ("ddp", "bucket_size_mb", plot_bucket_size),
 }
 
 
@@ -38,7 +41,7 @@ def draw(name: str, records: Sequence[Record]) -> "Figure":
     kind, _field, plot = PLOTS[name]
     if not _measured(records, kind):
         raise UsageError(f"nothing to draw for {name!r}: the store has no {kind!r} measurements")
-    return plot([record for record in records if record.kind == kind])
+    return plot([record for record in records if record.measured_kind.name == kind])
 
 
 def _measured(records: Sequence[Record], kind: str) -> list[Record]:

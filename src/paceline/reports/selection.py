@@ -19,6 +19,8 @@ _DIMENSIONS = (
     "tied_embeddings",
 )
 _UNIT_SUFFIXES = {"_bits_per_s": "bit/s", "_bytes": "B"}
+# A bucket size, as torch and the courses name it: 2^20 bytes.
+_MEBIBYTES = "_mb"
 # What a record carries to be complete, and a reader rarely needs to see.
 _UNREMARKABLE = {
     "float32_matmul_precision": "highest",
@@ -95,7 +97,7 @@ def case_number(record: Record, field: str) -> float:
 
 def field_label(field: str) -> str:
     """Writes a case field's name for people; its unit is written with the value."""
-    for suffix in _UNIT_SUFFIXES:
+    for suffix in (*_UNIT_SUFFIXES, _MEBIBYTES):
         field = field.removesuffix(suffix)
     return field.replace("_", " ")
 
@@ -107,6 +109,8 @@ def field_text(field: str, value: CaseValue) -> str:
     for suffix, unit in _UNIT_SUFFIXES.items():
         if field.endswith(suffix) and isinstance(value, int | float):
             return format_decimal(value, unit)
+    if field.endswith(_MEBIBYTES) and isinstance(value, int | float):
+        return f"{value:g} MiB"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

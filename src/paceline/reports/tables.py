@@ -141,6 +141,27 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
         _Column(header="backward ratio", metrics=("backward_ratio",), format=_ratio),
         _Column(header="time ratio", metrics=("time_ratio",), format=_ratio),
     ),
+    ("ddp", "time"): (
+        _time_column("step"),
+        _Column(header="ratio", metrics=("step_time_ratio",), format=_ratio),
+        *(_time_column(name) for name in ("forward", "backward")),
+        _Column(header="exposed (ms)", metrics=("exposed_communication_s",), format=_milliseconds),
+        _Column(header="alone (ms)", metrics=("communication_s",), format=_milliseconds),
+        _Column(
+            header="messages",
+            metrics=("num_messages",),
+            format=lambda metrics: f"{metrics[0].value:.0f}",
+        ),
+        _Column(
+            header="chosen",
+            metrics=("chosen_bucket_size_mb",),
+            format=lambda metrics: f"{metrics[0].value:g} MiB",
+        ),
+    ),
+    ("ddp", "memory"): (
+        _bytes_column("gradients", "gradient_bytes"),
+        _bytes_column("peak before optimizer", "peak_before_optimizer_bytes"),
+    ),
     ("comm", "time"): (
         _Column(header="time (ms)", metrics=("time_s",), format=_milliseconds),
         _rate_column("algorithm bandwidth", "algorithm_bandwidth_bytes_per_s"),

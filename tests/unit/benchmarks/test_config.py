@@ -3,6 +3,7 @@ import pytest
 from paceline.benchmarks.config import (
     AttentionSweep,
     CommunicationSweep,
+    DataParallelSweep,
     RunLimits,
     ShapeOverrides,
     StepSweep,
@@ -63,3 +64,30 @@ def test_nonsense_names_its_flag(make: object, complaint: str) -> None:
 def test_too_long_a_context_names_model_and_limit() -> None:
     with pytest.raises(ShapeError, match=r"--context 4096 .* 2048 .*'small'"):
         list(StepSweep(context=(4096,)).cases())
+
+
+def test_bucket_sizes_apply_to_the_strategies_that_have_buckets() -> None:
+    sweep = DataParallelSweep(
+        strategies=("torch_ddp", "flat", "bucketed"), bucket_size_mb=(5.0, "auto")
+    )
+    (case,) = sweep.cases()
+    assert [variant.label for variant in case.variants] == [
+        "torch_ddp 5 MiB",
+        "flat",
+        "bucketed 5 MiB",
+        "bucketed auto",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bucket_size_mb": (0.0,)}, "--bucket-size-mb"),
+        ({"world_size": 0}, "--world-size"),
+        ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"time_limit_s": 0.0}, "--time-limit-s"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataParallelSweep(**arguments)

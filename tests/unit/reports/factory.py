@@ -48,6 +48,47 @@ def step_record(
     return _record("step", defaults | case, metrics, outcome)
 
 
+def data_parallel_record(
+    strategy: str, bucket_size_mb: float | str | None, *, exposed_s: float = 0.02, **case: Any
+) -> Record:
+    metrics = {
+        name: Metric.from_samples([seconds * factor for factor in (0.9, 1.0, 1.2)])
+        for name, seconds in {
+            "forward_time_s": 0.1,
+            "backward_time_s": 0.2,
+            "exposed_communication_s": exposed_s,
+            "optimizer_time_s": 0.03,
+            "step_time_s": 0.33 + exposed_s,
+            "communication_s": 0.15,
+        }.items()
+    }
+    metrics |= {
+        "step_time_ratio": Metric(value=0.9, low=0.85, high=0.95),
+        "num_messages": Metric(value=7),
+        "gradient_bytes": Metric(value=2**27),
+        "peak_before_optimizer_bytes": Metric(value=2**29),
+    }
+    fields = {"strategy": strategy, "bucket_size_mb": bucket_size_mb, "model": "small"}
+    return _record("ddp", fields | case, metrics, "ok")
+
+
+def data_parallel_prediction(bucket_size_mb: float, exposed_s: float) -> Record:
+    measured = data_parallel_record("bucketed", bucket_size_mb)
+    metrics = {
+        "exposed_communication_s": exposed_s,
+        "gradient_bytes": 4e8,
+        "latency_s": 1e-4,
+        "algorithm_bandwidth_bytes_per_s": 1e10,
+    }
+    return Record(
+        kind="prediction",
+        case={"predicts": "ddp", **measured.case},
+        environment=ENVIRONMENT,
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
+        outcome="ok",
+    )
+
+
 def attention_record(context: int, head_dim: int, outcome: str = "ok") -> Record:
     metrics = {
         "forward_time_s": Metric.from_samples([1e-9 * context**2]),

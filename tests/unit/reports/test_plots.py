@@ -5,7 +5,13 @@ import pytest
 from paceline.core import UsageError
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import PLOTS, draw, drawable_plots
-from tests.unit.reports.factory import attention_record, communication_record, step_record
+from tests.unit.reports.factory import (
+    attention_record,
+    communication_record,
+    data_parallel_prediction,
+    data_parallel_record,
+    step_record,
+)
 
 STEPS = [
     step_record(model=model, precision=precision, warmup=warmup, seconds=seconds)
@@ -22,13 +28,27 @@ COMMUNICATION = [
     communication_record(size, world_size) for size in (10**6, 10**8) for world_size in (2, 4)
 ]
 
+DATA_PARALLEL = [
+    data_parallel_record("flat", None),
+    *(
+        data_parallel_record(strategy, size, exposed_s=size / 1e3)
+        for strategy in ("torch_ddp", "bucketed")
+        for size in (1.0, 25.0)
+    ),
+    data_parallel_record("bucketed", "auto"),
+    data_parallel_prediction(1.0, 0.001),
+    data_parallel_prediction(25.0, 0.02),
+]
+
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     contents = []
     for attempt in ("first", "second"):
         paths = save_figure(
-            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION]), tmp_path / attempt, name
+            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL]),
+            tmp_path / attempt,
+            name,
         )
         assert [path.suffix for path in paths] == [".png", ".svg"]
         contents.append([path.read_bytes() for path in paths])
@@ -99,3 +119,20 @@ def test_only_what_can_be_compared_is_offered() -> None:
     assert drawable_plots([step_record(outcome="failed")]) == []
     with pytest.raises(UsageError, match=r"'warmup'.*no 'step' measurements"):
         draw("warmup", ATTENTION)
+
+
+def test_strategies_are_bars_of_phases_that_add_up() -> None:
+    axes = draw("strategies", DATA_PARALLEL).axes[0]
+    assert len(axes.patches) == 4 * 6
+    ends = [patch.get_x() + patch.get_width() for patch in axes.patches[-6:]]
+    assert ends == pytest.approx([350, 331, 355, 331, 355, 350])
+
+
+def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
+    axes = draw("bucket-size", DATA_PARALLEL).axes[0]
+    (predicted,) = [line for line in axes.lines if "predicted" in str(line.get_label())]
+    assert list(predicted.get_ydata()) == pytest.approx([1.0, 20.0])
+    (balanced,) = [line for line in axes.lines if "sqrt" in str(line.get_label())]
+    # sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes.
+    assert balanced.get_xdata()[0] == pytest.approx(2e7 / 2**20)
+    assert len(axes.containers) == 2

@@ -1,0 +1,197 @@
+"""Training steps under several strategies, measured in turn on the same ranks.
+
+Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
+own. In every round each strategy takes one step, in an order that rotates from round to round, so
+that what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
+not timed. After the rounds, each strategy's messages are sent again with nothing else going on.
+
+A step's time is that of the slowest rank. Its exposed communication is that of the rank that
+waits least after its last gradient: the others also wait for that rank to compute.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.benchmarks.config import DataParallelCase, Variant
+from paceline.benchmarks.devices import synchronize
+from paceline.benchmarks.memory import step_peaks, storage_bytes
+from paceline.benchmarks.step import TrainingStep
+from paceline.parallel.bucket_size import BucketSizeChoice
+from paceline.parallel.bucketed import BucketedDataParallel
+from paceline.parallel.clocks import Moment, now, seconds_between
+from paceline.parallel.strategies import apply_strategy, message_sizes
+
+_BARE_REPETITIONS = 5
+
+
+class DataParallelStep(TrainingStep):
+    """A training step that also tells how long it waited for communication after backward."""
+
+    def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
+        self._last_gradient: Moment = 0.0
+
+        def wrap(module: nn.Module) -> nn.Module:
+            # Registered before any strategy's own, so that the moment is that of the gradient.
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
+
+        super().__init__(
+            case.step, device, wrap=wrap, data_seed=dist.get_rank() + 1, fused_optimizer=True
+        )
+        self.strategy = variant.strategy
+
+    def _note_gradient(self, _parameter: Tensor) -> None:
+        self._last_gradient = now(self.device)
+
+    def run(self) -> dict[str, float]:
+        """Runs one step on this rank; the ranks begin together."""
+        dist.barrier()
+        synchronize(self.device)
+        moments = [now(self.device)]
+        loss = self.forward()
+        moments.append(now(self.device))
+        self.backward(loss)
+        synchronized = now(self.device)
+        moments += [self._last_gradient, synchronized]
+        self.optimizer_step()
+        moments.append(now(self.device))
+        synchronize(self.device)
+        names = ("forward_time_s", "backward_time_s", EXPOSED, "optimizer_time_s")
+        laps = {
+            name: seconds_between(start, end)
+            for name, start, end in zip(names, moments[:-1], moments[1:], strict=True)
+        }
+        return laps | {STEP: seconds_between(moments[0], moments[-1])}
+
+    def memory(self) -> dict[str, int]:
+        """Returns what gradients occupy after backward, and the peak of forward and backward."""
+        self.backward(self.forward())
+        gradients = [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        gradient_bytes = storage_bytes(gradients)
+        self.optimizer_step()
+        # Every strategy but none keeps its buffers from step to step.
+        kept = [] if self.strategy == "none" else gradients
+        del gradients
+        peaks = step_peaks(
+            self.device,
+            resident_tensors=[*self.resident_tensors(), *kept],
+            phases={"step": lambda: self.backward(self.forward())},
+        )
+        self.optimizer_step()
+        return {"gradient_bytes": gradient_bytes, "peak_before_optimizer_bytes": peaks["step"]}
+
+    def send_messages_alone(self) -> float:
+        """Returns the seconds that the last step's messages take when nothing else goes on."""
+        messages = [
+            torch.zeros(size // 4, device=self.device) for size in message_sizes(self.model)
+        ]
+        dist.barrier()
+        synchronize(self.device)
+        began = time.perf_counter()
+        works = []
+        for message in messages:
+            work = dist.all_reduce(message, async_op=True)
+            assert work is not None
+            if self.strategy == "naive":
+                work.wait()
+            works.append(work)
+        for work in works:
+            work.wait()
+        synchronize(self.device)
+        return time.perf_counter() - began
+
+
+STEP = "step_time_s"
+EXPOSED = "exposed_communication_s"
+COMMUNICATION = "communication_s"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariantResult:
+    """What all ranks agree on about one strategy."""
+
+    samples: dict[str, list[float]]
+    memory: dict[str, int]
+    num_messages: int
+    choice: BucketSizeChoice | None
+    """An automatic bucket size, and what it was chosen by."""
+
+
+class Comparison:
+    """All strategies of one case on one rank."""
+
+    def __init__(self, case: DataParallelCase, device: torch.device) -> None:
+        self.device = device
+        self.steps = [DataParallelStep(case, variant, device) for variant in case.variants]
+        self.samples: list[dict[str, list[float]]] = [{} for _ in self.steps]
+        self.num_rounds = 0
+
+    def run_round(self, *, measured: bool) -> float:
+        """Lets every strategy take one step; returns the slowest rank's seconds for all."""
+        began = time.perf_counter()
+        first = self.num_rounds % len(self.steps)
+        self.num_rounds += 1
+        for index in [*range(first, len(self.steps)), *range(first)]:
+            laps = self.steps[index].run()
+            if measured:
+                for name, seconds in laps.items():
+                    self.samples[index].setdefault(name, []).append(seconds)
+        return self._agree([time.perf_counter() - began], dist.ReduceOp.MAX)[0]
+
+    def results(self) -> list[VariantResult]:
+        """Sends messages alone, takes the memory, and joins what the ranks have measured."""
+        return [
+            self._result(step, samples)
+            for step, samples in zip(self.steps, self.samples, strict=True)
+        ]
+
+    def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:
+        if message_sizes(step.model):
+            samples[COMMUNICATION] = [step.send_messages_alone() for _ in range(_BARE_REPETITIONS)]
+        joined = {
+            name: self._agree(values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX)
+            for name, values in samples.items()
+        }
+        model = step.model
+        return VariantResult(
+            samples=joined,
+            memory=step.memory(),
+            num_messages=len(message_sizes(model)),
+            choice=model.bucket_size_choice if isinstance(model, BucketedDataParallel) else None,
+        )
+
+    def _agree(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, operation)
+        result: list[float] = tensor.tolist()
+        return result
+
+
+# One comparison at a time lives on a rank, between the calls that the ranks are sent.
+_current: list[Comparison] = []
+
+
+def prepare(device: torch.device, case: DataParallelCase) -> None:
+    """Builds all strategies of a case on this rank, and lets go of those before."""
+    _current.clear()
+    _current.append(Comparison(case, device))
+
+
+def run_round(_device: torch.device, measured: bool) -> float:
+    """Runs one round of what was prepared."""
+    return _current[0].run_round(measured=measured)
+
+
+def collect(_device: torch.device) -> list[VariantResult]:
+    """Ends what was prepared and returns its results."""
+    results = _current[0].results()
+    _current.clear()
+    return results

@@ -1,0 +1,152 @@
+"""From training steps under several strategies to records."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, Variant
+from paceline.benchmarks.data_parallel import (
+    EXPOSED,
+    STEP,
+    VariantResult,
+    collect,
+    prepare,
+    run_round,
+)
+from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.measure import Progress, ratio_metric
+from paceline.benchmarks.ranks import MeasuringRanks, measuring_ranks
+from paceline.benchmarks.step import step_case_fields
+from paceline.core.errors import PacelineError
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import PREDICTION, PREDICTS
+
+_logger = logging.getLogger(__name__)
+
+_DEFAULT_WORLD_SIZE = 2
+# What building the models and the first step may take, compilation included.
+_GRACE_S = 600.0
+
+
+def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures every model under all strategies; yields records on rank 0 only."""
+    groups = measuring_ranks(
+        world_sizes=() if sweep.world_size is None else (sweep.world_size,),
+        default=(_DEFAULT_WORLD_SIZE,),
+        flag="--world-size",
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        run_timeout_s=sweep.timeout_s + _GRACE_S,
+    )
+    for ranks in groups:
+        for case in sweep.cases():
+            for record in _records_of(sweep, case, ranks, on_progress):
+                if ranks.is_first:
+                    yield record
+
+
+def _records_of(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> Iterator[Record]:
+    try:
+        results: list[VariantResult] | None = _measure(sweep, case, ranks, on_progress)
+        reason = None
+    except PacelineError as error:
+        if not ranks.survives_failure:
+            raise
+        results, reason = None, str(error).strip().rpartition("\n")[2]
+    for index, variant in enumerate(case.variants):
+        yield Record(
+            kind="ddp",
+            case=_case_fields(case, variant, ranks),
+            environment=current_environment(),
+            metrics={} if results is None else _metrics(results[index], results[0]),
+            outcome="ok" if reason is None else "failed",
+            reason=reason,
+        )
+        if results is not None:
+            yield from _predictions(case, variant, results[index], ranks)
+
+
+def _predictions(
+    case: DataParallelCase, variant: Variant, result: VariantResult, ranks: MeasuringRanks
+) -> Iterator[Record]:
+    """Yields what an automatic choice expected of every bucket size."""
+    choice = result.choice
+    if choice is None:
+        return
+    for size, exposed_s in choice.predicted_exposed_s.items():
+        metrics = {
+            EXPOSED: exposed_s,
+            "num_messages": choice.num_buckets[size],
+            "gradient_bytes": result.memory["gradient_bytes"],
+            "latency_s": choice.call_s,
+            "algorithm_bandwidth_bytes_per_s": choice.bytes_per_s,
+        }
+        yield Record(
+            kind=PREDICTION,
+            case={
+                PREDICTS: "ddp",
+                **_case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
+            },
+            environment=current_environment(),
+            metrics={
+                name: Metric(value=value) for name, value in metrics.items() if value is not None
+            },
+            outcome="ok",
+        )
+
+
+def _measure(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> list[VariantResult]:
+    ranks.run(prepare, case)
+    total = sweep.warmup + sweep.rounds
+    for completed in range(sweep.warmup):
+        ranks.run(run_round, False)
+        on_progress(completed + 1, total)
+    # Every rank adds up the same times, the slowest one's, so that all stop after the same round.
+    elapsed_s = 0.0
+    for completed in range(sweep.rounds):
+        elapsed_s += ranks.run(run_round, True)
+        on_progress(sweep.warmup + completed + 1, total)
+        if elapsed_s > sweep.time_limit_s:
+            break
+    results: list[VariantResult] = ranks.run(collect)
+    for variant, result in zip(case.variants, results, strict=True):
+        if result.choice is not None and ranks.is_first:
+            _logger.info("%s: %s", variant.label, result.choice.explain())
+    return results
+
+
+def _metrics(result: VariantResult, baseline: VariantResult) -> dict[str, Metric]:
+    metrics = {name: Metric.from_samples(values) for name, values in result.samples.items()}
+    if result is not baseline:
+        metrics["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
+    if result.choice is not None:
+        metrics["chosen_bucket_size_mb"] = Metric(value=result.choice.bucket_size_mb)
+    metrics["num_messages"] = Metric(value=result.num_messages)
+    return metrics | {name: Metric(value=value) for name, value in result.memory.items()}
+
+
+def _case_fields(
+    case: DataParallelCase, variant: Variant, ranks: MeasuringRanks
+) -> dict[str, CaseValue]:
+    step = step_case_fields(case.step, describe_place(resolve_device(case.step.device)))
+    rounds = step.pop("steps")
+    del step["phase"]
+    return {
+        "strategy": variant.strategy,
+        "bucket_size_mb": variant.bucket_size_mb,
+        **step,
+        **ranks.place,
+        "optimizer": "adamw-fused",
+        "baseline": case.variants[0].label,
+        "rounds": rounds,
+    }

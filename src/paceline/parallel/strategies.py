@@ -1,0 +1,77 @@
+"""The registry of ways to keep ranks equal, torch's own among them.
+
+Benchmarks and the trainer take a strategy by name, so that each is compared with the others
+under the same conditions.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.core.errors import UsageError
+from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
+from paceline.parallel.bucketed import BucketedDataParallel
+from paceline.parallel.data_parallel import DataParallel, persistent_buffers
+from paceline.parallel.flat import FlatDataParallel
+from paceline.parallel.naive import NaiveDataParallel
+from paceline.parallel.overlapped import OverlappedDataParallel
+
+# torch 2.13 renames the option and warns of the old name, which is the only one before it.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+_PLAIN: dict[StrategyName, Callable[[nn.Module], nn.Module]] = {
+    "none": lambda module: module,
+    "naive": NaiveDataParallel,
+    "flat": FlatDataParallel,
+    "overlapped": OverlappedDataParallel,
+}
+
+
+def apply_strategy(
+    name: StrategyName, module: nn.Module, bucket_size_mb: BucketSize | None = None
+) -> nn.Module:
+    """Wraps a module so that all ranks train it together; "none" leaves it alone."""
+    if (bucket_size_mb is not None) and name not in BUCKET_STRATEGIES:
+        raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
+    if name == "bucketed":
+        return BucketedDataParallel(module, "auto" if bucket_size_mb is None else bucket_size_mb)
+    if name == "torch_ddp":
+        return _torch_ddp(module, bucket_size_mb)
+    return _PLAIN[name](module)
+
+
+def message_sizes(module: nn.Module) -> list[int]:
+    """Returns the bytes of each all-reduce of the last step of a wrapped module."""
+    if isinstance(module, DataParallel):
+        stats = module.synchronization_stats()
+        return [] if stats is None else [bucket.num_bytes for bucket in stats.buckets]
+    if isinstance(module, DistributedDataParallel):
+        data = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        # Buckets are arranged anew after the first step; until then there are only the first ones.
+        text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        return [int(size) for size in text.split(",")]
+    return []
+
+
+def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None) -> nn.Module:
+    if bucket_size_mb == "auto":
+        raise UsageError("torch_ddp cannot choose a bucket size; give it a number")
+    if dist.get_world_size() == 1:
+        return module
+    sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent_buffers(module))}
+    return DistributedDataParallel(
+        module,
+        bucket_cap_mb=bucket_size_mb,
+        # Its fastest settings: gradients live in the buckets, and the graph is the same each step.
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        **sync_buffers,
+    )

@@ -1,0 +1,88 @@
+"""The courses' contract: what their own tests call, for all editions at once.
+
+A student copies a course's tests beside this file. Adapters of parts that do not exist yet raise
+`NotImplementedError` and name the part.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel import BucketedDataParallel, DataParallel, OverlappedDataParallel
+
+
+def get_flashattention_autograd_function_pytorch() -> type:
+    """Returns the autograd function of FlashAttention-2 in PyTorch."""
+    _missing("FlashAttention-2 in PyTorch")
+
+
+def get_flashattention_autograd_function_triton() -> type:
+    """Returns the autograd function of FlashAttention-2 in Triton."""
+    _missing("FlashAttention-2 in Triton")
+
+
+def get_ddp_individual_parameters(module: nn.Module) -> nn.Module:
+    """Returns a container that averages each gradient as soon as it is complete."""
+    return OverlappedDataParallel(module)
+
+
+def ddp_individual_parameters_on_after_backward(
+    ddp_model: DataParallel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Waits until gradients are averaged."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float | None) -> nn.Module:
+    """Returns a container that averages gradients bucket by bucket."""
+    return BucketedDataParallel(module, bucket_size_mb=bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(
+    ddp_model: DataParallel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Waits until gradients are averaged."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def ddp_bucketed_on_train_batch_start(
+    ddp_model: DataParallel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Has nothing to prepare: a backward pass begins by itself."""
+
+
+def get_ddp(module: nn.Module) -> nn.Module:
+    """Returns a container that overlaps communication with backward (2026)."""
+    return BucketedDataParallel(module)
+
+
+def ddp_on_after_backward(ddp_model: DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Waits until gradients are averaged (2026)."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_sharded_optimizer(
+    params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
+) -> torch.optim.Optimizer:
+    """Returns an optimizer whose state is divided among the ranks."""
+    _missing("the sharded optimizer")
+
+
+def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """Returns a container that shards parameters, gradients and state (2026)."""
+    _missing("the fully sharded container")
+
+
+def fsdp_on_after_backward(fsdp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Waits until gradients are reduced (2026)."""
+    _missing("the fully sharded container")
+
+
+def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
+    """Returns the full parameters by the inner module's names (2026)."""
+    _missing("the fully sharded container")
+
+
+def _missing(part: str) -> NoReturn:
+    raise NotImplementedError(f"Paceline does not have {part} yet")

@@ -1,0 +1,73 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.parallel import BucketedDataParallel, RankPool
+from paceline.parallel.bucket_size import CANDIDATES_MB
+from tests.distributed.toys import (
+    MODELS,
+    data,
+    loss_of,
+    make_optimizer,
+    oracle_backward,
+    require_equal,
+)
+
+Pools = Callable[[int], RankPool]
+
+
+def _train_with_auto(rank: int, world_size: int, model: str, unfreeze: bool) -> tuple[float, int]:
+    torch.manual_seed(rank)
+    ours = BucketedDataParallel(MODELS[model](), "auto")
+    torch.manual_seed(0)
+    oracle = MODELS[model]()
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    chosen_at = -1
+    for step in range(10):
+        if unfreeze and step == 2:
+            for module in (ours.module, oracle):
+                module.second.weight.requires_grad_()
+        if step % 3 == 1:  # A choice may fall between passes that accumulate.
+            with ours.no_sync():
+                loss_of(ours(data(100 + step, rank), rank)).backward()
+            oracle_backward(oracle, 100 + step, world_size)
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        if chosen_at < 0 and ours.bucket_size_choice is not None:
+            chosen_at = step
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert ours.bucket_size_choice is not None
+    return ours.bucket_size_choice.bucket_size_mb, chosen_at
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("model", ["layered", "unused_on_one_rank"])
+def test_ranks_agree_on_a_size_and_training_stays_right(
+    rank_pool: Pools, model: str, world_size: int
+) -> None:
+    results = rank_pool(world_size).run(_train_with_auto, model, False)
+    assert len(set(results)) == 1
+    size, chosen_at = results[0]
+    assert size in CANDIDATES_MB
+    assert chosen_at == 4  # After one step of warm-up and three that were watched.
+
+
+def test_watching_starts_anew_when_other_parameters_are_trained(rank_pool: Pools) -> None:
+    results = rank_pool(2).run(_train_with_auto, "frozen", True)
+    assert len(set(results)) == 1
+    assert results[0][1] == 6
+
+
+def _alone(_rank: int, _world_size: int) -> None:
+    ours = BucketedDataParallel(MODELS["layered"](), "auto")
+    for step in range(6):
+        loss_of(ours(data(step, 0), 0)).backward()
+    assert ours.bucket_size_choice is None
+
+
+def test_a_rank_alone_has_nothing_to_choose(rank_pool: Pools) -> None:
+    rank_pool(1).run(_alone)

@@ -1,0 +1,43 @@
+"""A whole compiled model completes all gradients at once; block by block it does not."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from paceline.core import ModelShape
+from paceline.models import TransformerLM, next_token_loss
+from paceline.parallel import BucketedDataParallel, OverlapWarning, RankPool
+
+Pools = Callable[[int], RankPool]
+
+SHAPE = ModelShape(vocab_size=128, d_model=192, d_ff=512, num_layers=3, num_heads=3)
+
+
+def _warnings(rank: int, _world_size: int, compilation: str) -> list[str]:
+    torch.manual_seed(0)
+    model = TransformerLM(SHAPE)
+    if compilation == "blocks":
+        model.compile_blocks()
+    elif compilation == "whole":
+        model.compile()
+    container = BucketedDataParallel(model, 0.25)
+    torch.manual_seed(rank)
+    tokens = torch.randint(SHAPE.vocab_size, (4, 129))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            next_token_loss(container(tokens[:, :-1]), tokens[:, 1:]).backward()
+            container.zero_grad()
+    return [str(item.message) for item in caught if issubclass(item.category, OverlapWarning)]
+
+
+def test_a_whole_compiled_model_is_warned_of_once_with_the_remedy(rank_pool: Pools) -> None:
+    for found in rank_pool(2).run(_warnings, "whole"):
+        assert len(found) == 1
+        assert "compile each block instead" in found[0]
+
+
+def test_blocks_and_eager_models_are_not_warned_of(rank_pool: Pools) -> None:
+    for compilation in ("blocks", "none"):
+        assert rank_pool(2).run(_warnings, compilation) == [[], []]
