@@ -23,8 +23,7 @@ MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
 LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
 _PLACE = ("device", "hardware", "threads")
-_RANKS = ("world_size", "num_hosts", "backend")
-_GROUP = (*_RANKS, "dtype")
+_GROUP = ("world_size", "num_hosts", "dtype", "backend")
 _MODEL = (
     "model",
     "vocab_size",
@@ -120,7 +119,9 @@ _KINDS: dict[str, Kind] = {
                 "activation_checkpointing",
                 "attention",
                 "optimizer",
-                *_RANKS,
+                "world_size",
+                "num_hosts",
+                "backend",
                 *_PLACE,
             ),
             method=("baseline", "warmup", "rounds"),
