@@ -25,6 +25,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, default=None, help="ranks to start where none are")
 arguments = parser.parse_args()
 
+# --8<-- [start:loop]
 with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as session:
     torch.manual_seed(0)
     model = BucketedDataParallel(TransformerLM(SHAPE).to(session.device), bucket_size_mb="auto")
@@ -43,6 +44,7 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
+        # --8<-- [end:loop]
         mean_loss = torch.stack(losses).sum()
         dist.all_reduce(mean_loss, dist.ReduceOp.AVG)
         if session.rank == 0:

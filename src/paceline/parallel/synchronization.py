@@ -18,6 +18,7 @@ Backward passes inside backward (reentrant checkpointing) may complete the same 
 times, so what arrives from one is sent only in phase 3.
 """
 
+import collections
 import dataclasses
 import enum
 import time
@@ -90,8 +91,9 @@ class _Run:
         """Parameters that this pass itself has completed, not one inside it."""
         self.num_complete = [0] * num_buckets
         self.scaled: list[set[int]] = [set() for _ in range(num_buckets)]
-        self.messages: list[Tensor] = []
-        self.works: list[dist.Work] = []
+        self.sent: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
+        self.num_bytes: list[int] = []
+        self.num_received = 0
         self.began = self.over = self.end = began
         self.arrivals: dict[int, Moment] = {}
         self.launched: list[Moment] = []
@@ -180,7 +182,7 @@ class GradientSynchronizer:
         """Begins a run for the backward pass that is going on, unless it has begun."""
         task = torch._C._current_graph_task_id()
         if self._run is None or self._run.task != task:
-            if self._run is not None and self._run.works:
+            if self._run is not None and self._run.num_bytes:
                 raise SynchronizationError(
                     f"rank {dist.get_rank()}: the last backward pass was broken off while its "
                     "gradients were being averaged, and the ranks no longer agree on them; start "
@@ -202,10 +204,10 @@ class GradientSynchronizer:
             return
         if run.synchronize:
             run.over = now(self._device)
-            for _ in range(len(run.works), len(self.buckets)):
+            while len(run.num_bytes) < len(self.buckets):
                 self._send_next(run)
-            for number in range(len(self.buckets)):
-                self._receive(run, number)
+            while run.sent:
+                self._receive_next(run)
             run.end = now(self._device)
             self._last_run = run
             self.num_runs += 1
@@ -221,13 +223,13 @@ class GradientSynchronizer:
         return SynchronizationStats(
             buckets=tuple(
                 BucketStats(
-                    num_bytes=message.nbytes,
+                    num_bytes=num_bytes,
                     num_parameters=len(bucket.parameters),
                     launch_s=seconds_between(run.began, launched),
                     finish_s=seconds_between(run.began, finished),
                 )
-                for bucket, message, launched, finished in zip(
-                    self.buckets, run.messages, run.launched, run.finished, strict=True
+                for bucket, num_bytes, launched, finished in zip(
+                    self.buckets, run.num_bytes, run.launched, run.finished, strict=True
                 )
             ),
             backward_s=seconds_between(run.began, run.over),
@@ -298,18 +300,21 @@ class GradientSynchronizer:
             run.arrivals[index] = now(self._device)
 
     def _send_what_is_ready(self, run: _Run) -> None:
-        while self._launch is Launch.WHEN_READY and len(run.works) < len(self.buckets):
-            following = len(run.works)
+        while self._launch is Launch.WHEN_READY and len(run.num_bytes) < len(self.buckets):
+            following = len(run.num_bytes)
             if run.num_complete[following] < len(self.buckets[following].parameters):
                 return
             self._send_next(run)
 
     def _send_next(self, run: _Run) -> None:
-        number = len(run.works)
+        number = len(run.num_bytes)
         bucket = self.buckets[number]
         self._fill(run, number)
         message = bucket.buffer
         if self._reduction_dtype is not None:
+            # A message of its own is let go as soon as it has arrived, not only after backward.
+            while run.sent and run.sent[0][1].is_completed():
+                self._receive_next(run)
             message = message.to(self._reduction_dtype)
         run.launched.append(now(self._device))
         try:
@@ -323,8 +328,8 @@ class GradientSynchronizer:
             raise collective_error(
                 f"all_reduce of bucket {number}", message.nbytes, error
             ) from error
-        run.messages.append(message)
-        run.works.append(work)
+        run.num_bytes.append(message.nbytes)
+        run.sent.append((message, work))
 
     def _fill(self, run: _Run, number: int) -> None:
         """Makes the buffer this rank's share of the average, with zeros for what is missing."""
@@ -344,10 +349,13 @@ class GradientSynchronizer:
                 if not bucket.take(position, run.scale, name):
                     view.mul_(run.scale)
 
-    def _receive(self, run: _Run, number: int) -> None:
-        bucket, message = self.buckets[number], run.messages[number]
+    def _receive_next(self, run: _Run) -> None:
+        number = run.num_received
+        run.num_received += 1
+        bucket = self.buckets[number]
+        message, work = run.sent.popleft()
         try:
-            run.works[number].wait()
+            work.wait()
         except RuntimeError as error:
             raise collective_error(
                 f"all_reduce of bucket {number}", message.nbytes, error
