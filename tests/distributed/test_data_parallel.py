@@ -457,7 +457,7 @@ def _unsupported(_rank: int, _world_size: int) -> None:
     ):
         with pytest.raises(Exception, match=message):
             BucketedDataParallel(module)
-    with pytest.raises(Exception, match="bucket_size_mb must be positive"):
+    with pytest.raises(Exception, match="bucket_size_mb must be a positive number"):
         BucketedDataParallel(nn.Linear(2, 2), 0)
 
 
