@@ -59,7 +59,7 @@ def benchmark(
         predicted_s = 0.0
         if session.world_size > 1:
             fit = measure_group(dist.group.WORLD, session.device).fit
-            predicted_s = sum(fit.time_s(size) for size in sizes)
+            predicted_s = sum(fit.time_s(num_bytes) for num_bytes in sizes)
         if session.rank != 0:
             return
         parameters = count_parameters(model_preset(size)).total

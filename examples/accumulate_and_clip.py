@@ -2,7 +2,8 @@
 
 Nothing here waits for communication: gradients are averaged when backward returns, and passes
 inside no_sync() stay local until the next one outside. The same global batches are divided among
-however many ranks there are, so that the printed losses do not depend on their number.
+however many ranks there are; each rank counts by the number of its sequences, so that the printed
+losses do not depend on how they are divided.
 
     python examples/accumulate_and_clip.py --ranks 2
 """
@@ -36,16 +37,19 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         for micro in range(ACCUMULATION):
             batch = torch.randint(64, (GLOBAL_BATCH, CONTEXT + 1), generator=generator)
             own = batch[session.rank :: session.world_size].to(session.device)
+            share = len(own) / GLOBAL_BATCH
             is_last = micro == ACCUMULATION - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
+                if is_last:
+                    model.set_gradient_weight(len(own))
                 loss = next_token_loss(model(own[:, :-1]), own[:, 1:]) / ACCUMULATION
                 loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach() * share)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
         # --8<-- [end:loop]
         mean_loss = torch.stack(losses).sum()
-        dist.all_reduce(mean_loss, dist.ReduceOp.AVG)
+        dist.all_reduce(mean_loss)
         if session.rank == 0:
             print(f"step {step}: loss {mean_loss.item():.4f}")

@@ -1,5 +1,8 @@
 """Every container against one process with all data, with different data on every rank."""
 
+import copy
+import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel import (
     BucketedDataParallel,
-    DataParallel,
     RankError,
     RankPool,
 )
@@ -128,8 +131,8 @@ def test_gradients_that_the_user_sets_are_counted_and_become_views(
     rank_pool(2).run(_replace_gradients, container)
 
 
-def _equal_torch(rank: int, _world_size: int, container: str) -> None:
-    ours, theirs = make_pair(rank, "layered", container)
+def _equal_torch(rank: int, _world_size: int, container: str, model_name: str) -> None:
+    ours, theirs = make_pair(rank, model_name, container)
     theirs = DistributedDataParallel(theirs)
     optimizers = make_optimizer(ours), make_optimizer(theirs)
     for step in range(3):
@@ -141,9 +144,12 @@ def _equal_torch(rank: int, _world_size: int, container: str) -> None:
         assert torch.equal(own, reference)
 
 
+@pytest.mark.parametrize("model", ["layered", "tied", "frozen", "checkpoint"])
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_two_ranks_are_equal_to_torch_to_the_bit(rank_pool: Pools, container: str) -> None:
-    rank_pool(2).run(_equal_torch, container)
+def test_two_ranks_are_equal_to_torch_to_the_bit(
+    rank_pool: Pools, container: str, model: str
+) -> None:
+    rank_pool(2).run(_equal_torch, container, model)
 
 
 def _drift(rank: int, world_size: int, ours: bool) -> bool:
@@ -200,8 +206,11 @@ def test_a_rank_without_backward_joins_by_finishing(rank_pool: Pools, container:
 
 def _mismatch(rank: int, _world_size: int, difference: str) -> str:
     model: nn.Module = Layered()
+    model.register_buffer("table", torch.zeros(4 if rank == 1 and difference == "buffer" else 3))
     if rank == 1 and difference == "shape":
         model.second = nn.Linear(40, 41, bias=False)
+    elif rank == 1 and difference == "strides":
+        model.second.weight = nn.Parameter(model.second.weight.detach().T.contiguous().T)
     elif rank == 1 and difference == "missing":
         model.third = nn.Linear(40, 10, bias=False)
     elif rank == 1 and difference == "extra":
@@ -211,7 +220,7 @@ def _mismatch(rank: int, _world_size: int, difference: str) -> str:
     elif rank == 1 and difference == "dtype":
         model.first.double()
     try:
-        BucketedDataParallel(model)
+        BucketedDataParallel(model, 5 if rank == 1 and difference == "size" else 25)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -221,10 +230,13 @@ def _mismatch(rank: int, _world_size: int, difference: str) -> str:
     ("difference", "message"),
     [
         ("shape", "'second.weight' of shape (40, 40)"),
-        ("missing", "rank 0 has 'third.bias'"),
-        ("extra", "rank 0 has nothing, rank 1 has 'fourth.weight'"),
-        ("frozen", "'first.bias' of shape (40,), torch.float32, frozen"),
-        ("dtype", "'first.weight' of shape (40, 10), torch.float64"),
+        ("strides", "'second.weight' of shape (40, 40), strides (1, 40)"),
+        ("missing", "rank 0 has parameter 'third.bias'"),
+        ("extra", "where rank 1 has parameter 'fourth.weight'"),
+        ("frozen", "'first.bias' of shape (40,), strides (1,), torch.float32, frozen"),
+        ("dtype", "'first.weight' of shape (40, 10), strides (10, 1), torch.float64"),
+        ("buffer", "rank 1 has buffer 'table' of shape (4,)"),
+        ("size", "bucket cap 5242880"),
     ],
 )
 def test_models_that_differ_are_named_on_every_rank(
@@ -259,39 +271,72 @@ def test_gradients_are_averaged_by_weight(
     rank_pool(world_size).run(_weighted, container)
 
 
-def _reduce_in(rank: int, world_size: int, parameters: torch.dtype, reduction: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = Layered().to(parameters)
-    local = Layered().to(parameters)
-    local.load_state_dict(model.state_dict())
-    ours = BucketedDataParallel(model, 0.001, reduction_dtype=reduction)
-    x = data(0, rank).to(parameters)
-    loss_of(ours(x, rank)).backward()
-    loss_of(local(x, rank)).backward()
-    for own, alone in zip(ours.parameters(), local.parameters(), strict=True):
-        gathered = [torch.empty_like(alone.grad) for _ in range(world_size)]
-        dist.all_gather(gathered, alone.grad.contiguous())
-        share = [(gradient / world_size).to(parameters) for gradient in gathered]
-        expected = sum(part.to(reduction) for part in share).to(parameters)
-        assert own.grad.dtype == parameters
-        require_identical(own.grad, "gradient")
-        torch.testing.assert_close(own.grad, expected, rtol=2**-7, atol=2**-12)
-        if reduction == torch.float32:
-            assert torch.equal(own.grad, expected)
+class _Given(nn.Module):
+    """A parameter whose gradient is its input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def _reduce_in(
+    rank: int,
+    world_size: int,
+    parameters: torch.dtype,
+    reduction: torch.dtype,
+    numbers: list[float],
+) -> tuple[float, int]:
+    container = BucketedDataParallel(_Given(parameters), reduction_dtype=reduction)
+    # Times the number of ranks, so that the average is the sum of what is given.
+    given_ = torch.full((8,), numbers[rank] * world_size, dtype=parameters)
+    container(given_).backward()
+    gradient = container.module.weight.grad
+    assert gradient.dtype == parameters
+    require_identical(gradient, "gradient")
+    stats = container.synchronization_stats()
+    assert stats is not None
+    return float(gradient[0]), stats.buckets[0].num_bytes
 
 
 @pytest.mark.parametrize(
-    ("parameters", "reduction"),
+    ("parameters", "reduction", "expected", "element_bytes"),
     [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
+        # 1 + 2^-9 is not a bfloat16, 1 + 2^-7 is: summed one by one in bfloat16, the small ones go.
+        (torch.bfloat16, torch.float32, 1 + 2**-7, 4),
+        (torch.bfloat16, torch.bfloat16, 1.0, 2),
+        (torch.float32, torch.bfloat16, 1.0, 2),
+        (torch.float32, torch.float32, 1 + 2**-7, 4),
     ],
 )
 def test_sums_are_computed_in_the_format_that_was_asked_for(
-    rank_pool: Pools, parameters: torch.dtype, reduction: torch.dtype
+    rank_pool: Pools,
+    parameters: torch.dtype,
+    reduction: torch.dtype,
+    expected: float,
+    element_bytes: int,
 ) -> None:
-    rank_pool(2).run(_reduce_in, parameters, reduction)
+    numbers = [2**-9, 2**-9, 1.0, 2**-8] if expected > 1 else [1.0, 2**-9, 2**-9, 2**-9]
+    for value, num_bytes in rank_pool(4).run(_reduce_in, parameters, reduction, numbers):
+        assert num_bytes == (8 + 1) * element_bytes
+        if expected > 1:
+            assert value == expected
+        else:
+            assert value != sum(numbers)
+
+
+def _tiny(rank: int, _world_size: int) -> float:
+    container = BucketedDataParallel(_Given(torch.float16), reduction_dtype=torch.float32)
+    container(torch.full((8,), 1e-7, dtype=torch.float16)).backward()
+    return float(container.module.weight.grad[0])
+
+
+def test_a_share_too_small_for_the_gradients_format_is_not_lost(rank_pool: Pools) -> None:
+    # The smallest float16 is 6e-8: a quarter of 1e-7 would be nothing, four of them are it again.
+    for value in rank_pool(4).run(_tiny):
+        assert value == pytest.approx(1.19e-7, rel=0.01)
 
 
 class _Normed(nn.Module):
@@ -419,7 +464,7 @@ class _InsideAndOutside(nn.Module):
         self.layer = nn.Linear(10, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.utils.checkpoint.checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
         return self.layer(x)
 
 
@@ -510,14 +555,205 @@ def test_a_backward_that_broke_off_while_sending_is_an_error() -> None:
         pool.run(_broken_off_while_sending)
 
 
-def _no_gradients_recorded(rank: int, _world_size: int) -> None:
-    ours, _ = make_pair(rank, "layered", "bucketed")
-    assert isinstance(ours, DataParallel)
-    if rank == 0:  # Evaluation on one rank only must not communicate.
+def _evaluate_on_one_rank(rank: int, _world_size: int) -> None:
+    container = BucketedDataParallel(_Normed(), "auto")
+    for step in range(4):
+        container(data(step, rank)).square().sum().backward()
+    if rank == 0:
         with torch.no_grad():
-            ours(data(0, rank), rank)
+            container(data(5, rank))
+        container.eval()(data(6, rank))
     dist.barrier()
 
 
 def test_evaluation_does_not_communicate(rank_pool: Pools) -> None:
-    rank_pool(2).run(_no_gradients_recorded)
+    rank_pool(2).run(_evaluate_on_one_rank)
+
+
+def _two_forwards(rank: int, _world_size: int) -> None:
+    container = BucketedDataParallel(_Normed())
+    (container(data(0, rank)).sum() + container(data(1, rank)).square().sum()).backward()
+    require_identical(container.module.norm.weight.grad, "gradient")
+
+
+def test_two_forward_passes_before_one_backward(rank_pool: Pools) -> None:
+    rank_pool(2).run(_two_forwards)
+
+
+def _replaced_buffer(rank: int, _world_size: int) -> None:
+    container = BucketedDataParallel(_Normed())
+    container.module.norm.running_mean = torch.full((10,), float(rank))
+    container(data(0, 0)).sum().backward()
+    require_identical(container.module.norm.running_mean, "running mean")
+
+
+def test_buffers_that_were_replaced_are_followed(rank_pool: Pools) -> None:
+    rank_pool(2).run(_replaced_buffer)
+
+
+def _replaced_parameters(rank: int, world_size: int, way: str) -> None:
+    ours, oracle = make_pair(rank, "layered", "bucketed")
+    if way == "assigned":
+        state = {name: value.clone() for name, value in oracle.state_dict().items()}
+        ours.load_state_dict(state, assign=True)
+    for step in range(3):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        if way == "moved":  # Converting lets the gradients that are there point elsewhere.
+            ours.to(memory_format=torch.channels_last)
+            for parameter in ours.parameters():
+                parameter.grad.data = parameter.grad.data.clone()
+        for model in (ours, oracle):
+            model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("way", ["assigned", "moved"])
+def test_parameters_and_gradients_that_were_replaced_are_followed(
+    rank_pool: Pools, way: str
+) -> None:
+    rank_pool(2).run(_replaced_parameters, way)
+
+
+def _converted(rank: int, _world_size: int) -> None:
+    ours, _ = make_pair(rank, "layered", "bucketed")
+    loss_of(ours(data(0, rank), rank)).backward()
+    ours.double()
+    loss_of(ours(data(0, rank).double(), rank)).backward()
+
+
+def test_a_model_converted_after_wrapping_is_refused_by_name() -> None:
+    with (
+        RankPool(2, timeout_s=60) as pool,
+        pytest.raises(RankError, match=r"'\S+' was converted to torch\.float64"),
+    ):
+        pool.run(_converted)
+
+
+def _wrap_again(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module, oracle = Layered(), Layered()
+    oracle.load_state_dict(module.state_dict())
+    first = BucketedDataParallel(module)
+    with pytest.raises(Exception, match=r"'first\.weight' belongs to another"):
+        BucketedDataParallel(module)
+    with pytest.raises(Exception, match="belongs to another"):
+        BucketedDataParallel(nn.Sequential(first))
+    loss_of(first(data(0, rank), rank)).backward()
+    buffers = [weakref.ref(bucket) for bucket in first._synchronizer.buckets]
+    module.zero_grad()
+    del first
+    assert not any(reference() for reference in buffers)  # Without the garbage collector.
+    second = BucketedDataParallel(module)
+    loss_of(second(data(1, rank), rank)).backward()
+    oracle_backward(oracle, 1, world_size)
+    require_equal(second, oracle)
+
+
+def test_a_module_has_one_container_at_a_time_and_lets_go_of_it(rank_pool: Pools) -> None:
+    rank_pool(2).run(_wrap_again)
+
+
+class _Hidden:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class _Hiding(Layered):
+    def forward(self, x: torch.Tensor, rank: int) -> _Hidden:
+        return _Hidden(super().forward(x, rank))
+
+
+def _hidden_outputs(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    ours = BucketedDataParallel(_Hiding(), 0.001)
+    torch.manual_seed(0)
+    oracle = Layered()
+    with ours.no_sync():
+        loss_of(ours(data(0, rank), rank).value).backward()
+    loss_of(ours(data(1, rank), rank).value).backward()
+    ours.finish_gradient_synchronization()
+    assert ours.explain_unused() == []
+    for step in (0, 1):
+        oracle_backward(oracle, step, world_size)
+    require_equal(ours, oracle)
+
+
+def test_outputs_that_are_not_found_are_synchronised_all_the_same(rank_pool: Pools) -> None:
+    rank_pool(2).run(_hidden_outputs)
+
+
+def _gradient_penalty(rank: int, world_size: int) -> None:
+    """Gradients of the input alone are this rank's affair, and do not use up the weight."""
+    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours.set_gradient_weight([1.0, 3.0][rank])
+    x = data(0, rank).requires_grad_()
+    if rank == 0:
+        torch.autograd.grad(loss_of(ours(x, rank)), x)
+    loss_of(ours(data(0, rank), rank)).backward()
+    losses = [loss_of(oracle(data(0, other), other)) for other in range(world_size)]
+    ((losses[0] + 3 * losses[1]) / 4).backward()
+    require_equal(ours, oracle)
+
+
+def test_gradients_of_the_input_alone_send_nothing(rank_pool: Pools) -> None:
+    rank_pool(2).run(_gradient_penalty)
+
+
+def _clip_and_scale(rank: int, world_size: int) -> None:
+    ours, oracle = make_pair(rank, "layered", "bucketed")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    for step in range(3):
+        scaler.scale(loss_of(ours(data(step, rank), rank))).backward()
+        scaler.unscale_(optimizers[0])
+        oracle_backward(oracle, step, world_size)
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (ours, oracle)]
+        torch.testing.assert_close(norms[0], norms[1], atol=1e-6, rtol=1e-6)
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        require_equal(ours, oracle)
+
+
+def test_clipping_and_loss_scaling(rank_pool: Pools) -> None:
+    rank_pool(3).run(_clip_and_scale)
+
+
+def _refused(rank: int, _world_size: int) -> None:
+    ours, _ = make_pair(rank, "layered", "bucketed")
+    for copy_ in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(Exception, match=r"copy or save its \.module"):
+            copy_(ours)
+    with pytest.raises(Exception, match="must not be negative"):
+        ours.set_gradient_weight(-1.0)
+    with pytest.raises(Exception, match="floating-point"):
+        make_pair(rank, "layered", "bucketed", reduction_dtype=torch.int32)
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(Exception, match="not in the process group"):
+            make_pair(rank, "layered", "bucketed", process_group=group)
+    with pytest.raises(Exception, match="create_graph=True"):
+        loss_of(ours(data(0, rank), rank)).backward(create_graph=True)
+
+
+def test_what_makes_no_sense_is_refused(rank_pool: Pools) -> None:
+    rank_pool(2).run(_refused)
+
+
+def _nested_containers(rank: int, _world_size: int) -> None:
+    container = BucketedDataParallel(nn.Linear(10, 10))
+    x = data(0, rank).requires_grad_()
+    container(checkpoint(container, x, use_reentrant=True)).sum().backward()
+
+
+def test_a_reentrant_checkpoint_around_the_container_is_refused_by_name() -> None:
+    with (
+        RankPool(2, timeout_s=60) as pool,
+        pytest.raises(
+            RankError, match=r"reentrant checkpoint around the whole container|got a sec"
+        ),
+    ):
+        pool.run(_nested_containers)

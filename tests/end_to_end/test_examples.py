@@ -40,7 +40,7 @@ def test_accumulate_and_clip_gives_the_same_losses_on_any_number_of_ranks() -> N
             text=True,
             check=True,
         ).stdout
-        for ranks in (1, 2)
+        for ranks in (1, 2, 3)
     ]
     assert len(losses[0].splitlines()) == 5
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]

@@ -16,10 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.benchmarks.config import CommunicationCase
-from paceline.benchmarks.devices import synchronize
 from paceline.core.errors import PacelineError
 from paceline.core.operations import Operation
-from paceline.parallel.collectives import all_gather_single, reduce_scatter_single
+from paceline.parallel.clocks import synchronize
+from paceline.parallel.collectives import (
+    all_gather_single,
+    reduce_numbers,
+    reduce_scatter_single,
+)
 from paceline.parallel.process_group import collective_error
 
 _ELEMENT_BYTES = 4
@@ -136,9 +140,8 @@ def _measure(
     warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
     repetitions = _agree_on_repetitions(warmup[-1], case, device)
     samples = [time_call(collective, device) for _ in range(repetitions)]
-    slowest = torch.tensor(samples, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return CollectiveTimes(size_bytes=collective.size_bytes, samples=slowest.tolist())
+    slowest = reduce_numbers(samples, dist.ReduceOp.MAX, device)
+    return CollectiveTimes(size_bytes=collective.size_bytes, samples=slowest)
 
 
 def time_call(collective: Collective, device: torch.device) -> float:
@@ -153,7 +156,6 @@ def time_call(collective: Collective, device: torch.device) -> float:
 
 
 def _agree_on_repetitions(seconds: float, case: CommunicationCase, device: torch.device) -> int:
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    affordable = int(case.time_limit_s / max(float(slowest), 1e-9))
+    (slowest,) = reduce_numbers([seconds], dist.ReduceOp.MAX, device)
+    affordable = int(case.time_limit_s / max(slowest, 1e-9))
     return max(min(_MINIMUM_REPETITIONS, case.steps), min(case.steps, affordable))

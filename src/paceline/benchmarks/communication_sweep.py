@@ -11,7 +11,7 @@ from paceline.accounting.collectives import bus_factor
 from paceline.benchmarks.communication import CollectiveTimes, measure_collective
 from paceline.benchmarks.config import CommunicationCase, CommunicationSweep
 from paceline.benchmarks.devices import current_environment
-from paceline.benchmarks.ranks import MeasuringRanks, measuring_ranks
+from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, measuring_ranks
 from paceline.core.errors import PacelineError
 from paceline.core.operations import Operation
 from paceline.records import CaseValue, Metric, Record
@@ -58,8 +58,7 @@ def _measure_all(sweep: CommunicationSweep, ranks: MeasuringRanks) -> Iterator[R
         except PacelineError as error:
             if not ranks.survives_failure:
                 raise
-            reason = str(error).strip().rpartition("\n")[2]
-            yield _record("comm", fields, {}, reason=reason)
+            yield _record("comm", fields, {}, reason=failure_reason(error))
             continue
         samples[case.operation][times.size_bytes] = times.samples
         yield _record("comm", fields, _metrics(case, times, ranks.world_size))

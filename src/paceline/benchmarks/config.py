@@ -300,6 +300,10 @@ class DataParallelCase:
     variants: tuple[Variant, ...]
 
 
+AUTO_WARMUP = 5
+"""Rounds until an automatic bucket size is in use: one for warm-up, three to watch, one to see."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelSweep:
     """Time training steps under several strategies, in turn on the same ranks."""
@@ -326,7 +330,7 @@ class DataParallelSweep:
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
     warmup: int = 5
-    """Rounds to run before measuring; auto chooses in its fifth."""
+    """Rounds to run before measuring; auto needs five."""
     rounds: int = 20
     """Rounds to measure: one step of every strategy."""
     device: DeviceName = "auto"
@@ -343,6 +347,8 @@ class DataParallelSweep:
             raise UsageError("--world-size must be at least 1")
         if not (self.time_limit_s > 0 and self.timeout_s > 0):
             raise UsageError("--time-limit-s and --timeout-s must be positive")
+        if "auto" in self.bucket_size_mb and self.warmup < AUTO_WARMUP:
+            raise UsageError(f"--warmup must be at least {AUTO_WARMUP} where auto is to choose")
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
             raise UsageError("--bucket-size-mb must be positive, or auto")
 

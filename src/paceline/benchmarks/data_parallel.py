@@ -1,8 +1,8 @@
 """Training steps under several strategies, measured in turn on the same ranks.
 
 Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
-own. In every round each strategy takes one step, in an order that rotates from round to round, so
-that what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
+own. In every round each strategy takes one step, in an order drawn anew for each round, so that
+what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
 not timed. After the rounds, each strategy's messages are sent again with nothing else going on.
 
 A step's time is that of the slowest rank. Its exposed communication is that of the rank that
@@ -10,21 +10,27 @@ waits least after its last gradient: the others also wait for that rank to compu
 """
 
 import dataclasses
+import random
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.benchmarks.config import DataParallelCase, Variant
-from paceline.benchmarks.devices import synchronize
 from paceline.benchmarks.memory import step_peaks, storage_bytes
 from paceline.benchmarks.step import TrainingStep
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.bucketed import BucketedDataParallel
-from paceline.parallel.clocks import Moment, now, seconds_between
+from paceline.parallel.clocks import Moment, now, seconds_between, synchronize
+from paceline.parallel.collectives import reduce_numbers
 from paceline.parallel.strategies import apply_strategy, message_sizes
+
+STEP = "step_time_s"
+EXPOSED = "exposed_communication_s"
+COMMUNICATION = "communication_s"
 
 _BARE_REPETITIONS = 5
 
@@ -37,8 +43,9 @@ class DataParallelStep(TrainingStep):
 
         def wrap(module: nn.Module) -> nn.Module:
             # Registered before any strategy's own, so that the moment is that of the gradient.
+            note = _weak_hook(weakref.ref(self))
             for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
 
         super().__init__(
@@ -46,7 +53,8 @@ class DataParallelStep(TrainingStep):
         )
         self.strategy = variant.strategy
 
-    def _note_gradient(self, _parameter: Tensor) -> None:
+    def note_gradient(self) -> None:
+        """Notes when a gradient is complete."""
         self._last_gradient = now(self.device)
 
     def run(self) -> dict[str, float]:
@@ -109,9 +117,13 @@ class DataParallelStep(TrainingStep):
         return time.perf_counter() - began
 
 
-STEP = "step_time_s"
-EXPOSED = "exposed_communication_s"
-COMMUNICATION = "communication_s"
+def _weak_hook(step: "weakref.ref[DataParallelStep]") -> Callable[[Tensor], None]:
+    # A parameter holds its hooks: were they to hold the step, neither would ever be freed.
+    def note(_parameter: Tensor) -> None:
+        if (alive := step()) is not None:
+            alive.note_gradient()
+
+    return note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,14 +149,15 @@ class Comparison:
     def run_round(self, *, measured: bool) -> float:
         """Lets every strategy take one step; returns the slowest rank's seconds for all."""
         began = time.perf_counter()
-        first = self.num_rounds % len(self.steps)
+        order = list(range(len(self.steps)))
+        random.Random(self.num_rounds).shuffle(order)  # The same on all ranks.
         self.num_rounds += 1
-        for index in [*range(first, len(self.steps)), *range(first)]:
+        for index in order:
             laps = self.steps[index].run()
             if measured:
                 for name, seconds in laps.items():
                     self.samples[index].setdefault(name, []).append(seconds)
-        return self._agree([time.perf_counter() - began], dist.ReduceOp.MAX)[0]
+        return reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, self.device)[0]
 
     def results(self) -> list[VariantResult]:
         """Sends messages alone, takes the memory, and joins what the ranks have measured."""
@@ -157,7 +170,9 @@ class Comparison:
         if message_sizes(step.model):
             samples[COMMUNICATION] = [step.send_messages_alone() for _ in range(_BARE_REPETITIONS)]
         joined = {
-            name: self._agree(values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX)
+            name: reduce_numbers(
+                values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX, self.device
+            )
             for name, values in samples.items()
         }
         model = step.model
@@ -167,12 +182,6 @@ class Comparison:
             num_messages=len(message_sizes(model)),
             choice=model.bucket_size_choice if isinstance(model, BucketedDataParallel) else None,
         )
-
-    def _agree(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, operation)
-        result: list[float] = tensor.tolist()
-        return result
 
 
 # One comparison at a time lives on a rank, between the calls that the ranks are sent.

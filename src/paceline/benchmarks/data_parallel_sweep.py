@@ -15,7 +15,7 @@ from paceline.benchmarks.data_parallel import (
 )
 from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
 from paceline.benchmarks.measure import Progress, ratio_metric
-from paceline.benchmarks.ranks import MeasuringRanks, measuring_ranks
+from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, measuring_ranks
 from paceline.benchmarks.step import step_case_fields
 from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
@@ -57,7 +57,7 @@ def _records_of(
     except PacelineError as error:
         if not ranks.survives_failure:
             raise
-        results, reason = None, str(error).strip().rpartition("\n")[2]
+        results, reason = None, failure_reason(error)
     for index, variant in enumerate(case.variants):
         yield Record(
             kind="ddp",
@@ -78,10 +78,10 @@ def _predictions(
     choice = result.choice
     if choice is None:
         return
-    for size, exposed_s in choice.predicted_exposed_s.items():
+    for size, candidate in choice.candidates.items():
         metrics = {
-            EXPOSED: exposed_s,
-            "num_messages": choice.num_buckets[size],
+            EXPOSED: candidate.exposed_s,
+            "num_messages": candidate.num_buckets,
             "gradient_bytes": result.memory["gradient_bytes"],
             "latency_s": choice.call_s,
             "algorithm_bandwidth_bytes_per_s": choice.bytes_per_s,

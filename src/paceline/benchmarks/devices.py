@@ -67,12 +67,6 @@ def peak_flops(place: Place, precision: Precision) -> float | None:
         return None
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it; the CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def current_environment() -> Environment:
     """Describes this machine, accelerators included."""
     return capture_environment(

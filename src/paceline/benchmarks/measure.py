@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from paceline.benchmarks.devices import synchronize
+from paceline.parallel.clocks import synchronize
 from paceline.records.schema import Metric
 
 _BOOTSTRAP_DRAWS = 4000

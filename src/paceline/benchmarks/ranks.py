@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.benchmarks.devices import describe_place, resolve_device
-from paceline.core.errors import UsageError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
 from paceline.records import CaseValue
 from paceline.records.environment import threads_per_rank
@@ -92,6 +92,11 @@ def measuring_ranks(
                 },
                 run=run,
             )
+
+
+def failure_reason(error: PacelineError) -> str:
+    """Returns what a rank said last, without the traceback before it."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _on_rank(

@@ -5,8 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.devices import synchronize
 from paceline.core.errors import PacelineError
+from paceline.parallel.clocks import synchronize
 
 _NUM_ELEMENTS = 262_144
 _REPETITIONS = 6

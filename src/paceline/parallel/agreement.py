@@ -1,6 +1,6 @@
 """Making sure that all ranks hold the same model before they train it together.
 
-`require_same_parameters` compares one number per rank in one call, and looks closer only when
+`require_same_model` compares one number per rank in one call, and looks closer only when
 they differ: ranks whose models differ in a shape would otherwise wait for each other, or add up
 gradients of different parameters. `broadcast_tensors` gives all ranks the first rank's values.
 Neither sends more per rank when there are more ranks.
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.core.errors import PacelineError
 from paceline.parallel.buckets import plan_buckets, tensor_spec, view_like
@@ -20,17 +21,25 @@ _BROADCAST_BYTES = 256 * 2**20
 
 
 class DisagreementError(PacelineError):
-    """Ranks hold different models, naming the first parameter in which they differ."""
+    """Ranks hold different models, naming the first tensor in which they differ."""
 
 
-def require_same_parameters(
-    tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device
+def require_same_model(
+    module: nn.Module, settings: str, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raises on every rank if names, shapes, dtypes or what is trained differ between ranks."""
+    """Raises on every rank unless all ranks would divide and send the same tensors alike.
+
+    Args:
+        module: Its parameters and buffers are compared: names, shapes, strides, dtypes, and what
+            is trained.
+        settings: What else must be the same, such as the bucket size.
+        group: The ranks to compare.
+        device: Where to communicate from.
+    """
     own = [
-        f"{name!r} of shape {tuple(tensor.shape)}, {tensor.dtype}, "
-        + ("trained" if tensor.requires_grad else "frozen")
-        for name, tensor in tensors
+        *(f"parameter {_describe(*named)}" for named in module.named_parameters()),
+        *(f"buffer {_describe(*named)}" for named in module.named_buffers()),
+        f"settings {settings}",
     ]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
@@ -41,13 +50,21 @@ def require_same_parameters(
         _raise_first_difference(own, group, device)
 
 
+def _describe(name: str, tensor: Tensor) -> str:
+    # Strides, because a buffer holds the elements in the order of its tensor's memory.
+    return (
+        f"{name!r} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, "
+        f"{'trained' if tensor.requires_grad else 'frozen'}"
+    )
+
+
 def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     reference = _broadcast_lines(own if rank == 0 else [], 0, group, device)
     pairs = zip(own, reference, strict=False)
     shorter = min(len(own), len(reference))
     first = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
-    # Ordered by parameter first and rank second, so that one number names both.
+    # Ordered by line first and rank second, so that one number names both.
     place = torch.iinfo(torch.int64).max if own == reference else first * world_size + rank
     least = torch.tensor([place], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
@@ -58,19 +75,18 @@ def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: to
     first_has = reference[index] if index < len(reference) else "nothing"
     culprit_has = culprits[0] if culprits else "nothing"
     raise DisagreementError(
-        f"the ranks' models differ: at parameter {index}, rank 0 has {first_has}, rank {culprit} "
-        f"has {culprit_has}; build the same model on every rank"
+        f"the ranks' models differ: rank {dist.get_global_rank(group, 0)} has {first_has}, where "
+        f"rank {dist.get_global_rank(group, culprit)} has {culprit_has}; build the same model on "
+        "every rank"
     )
 
 
 def _broadcast_lines(
-    lines: list[str], source: int, group: dist.ProcessGroup, device: torch.device
+    lines: Sequence[str], source: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[str]:
-    content: list[list[str] | None] = [lines]
+    content: list[list[str]] = [list(lines)]
     dist.broadcast_object_list(content, group=group, device=device, group_src=source)
-    received = content[0]
-    assert received is not None
-    return received
+    return content[0]
 
 
 @torch.no_grad()
@@ -88,5 +104,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             view.copy_(chosen[slot.tensor])
         # As bytes: a backend need not know the dtype to pass it on.
         dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for slot, view in zip(plan.slots, views, strict=True):
-            chosen[slot.tensor].copy_(view)
+        targets = [chosen[slot.tensor] for slot in plan.slots]
+        # Two forward passes may precede one backward: a graph that has saved a buffer, whose old
+        # value it does not use in training, must not take it for spoilt.
+        with _unsafe_preserve_version_counter(tuple(targets)):
+            for target, view in zip(targets, views, strict=True):
+                target.copy_(view)

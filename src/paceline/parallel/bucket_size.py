@@ -20,6 +20,9 @@ from paceline.accounting.collective_fit import CollectiveFit, fit_collective
 from paceline.accounting.overlap import overlap_timeline
 from paceline.core.units import MIB, format_decimal
 from paceline.parallel.buckets import TensorSpec, plan_buckets
+from paceline.parallel.clocks import synchronize
+from paceline.parallel.collectives import reduce_numbers
+from paceline.parallel.settings import Settings
 
 FIRST_SIZE_MB = 25.0
 """What the first steps use, in MiB."""
@@ -45,6 +48,17 @@ class GroupCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What is expected of a bucket size."""
+
+    num_buckets: int
+    exposed_s: float
+    """What backward does not hide."""
+    cost_s: float
+    """That, and the time that the program spends on starting calls."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSizeChoice:
     """A bucket size, and what it was chosen by."""
 
@@ -53,9 +67,8 @@ class BucketSizeChoice:
     call_s: float
     bytes_per_s: float | None
     start_s: float
-    predicted_exposed_s: dict[float, float]
-    """By candidate, in MiB."""
-    num_buckets: dict[float, int]
+    candidates: dict[float, "Candidate"]
+    """What was expected of each size, in MiB."""
 
     def explain(self) -> str:
         """Says what was chosen and why."""
@@ -65,14 +78,13 @@ class BucketSizeChoice:
             else format_decimal(self.bytes_per_s, "B/s")
         )
         candidates = "; ".join(
-            f"{size:g} MiB {exposed * 1e3:.1f} ms in {self.num_buckets[size]} buckets"
-            for size, exposed in self.predicted_exposed_s.items()
+            f"{size:g} MiB {candidate.cost_s * 1e3:.1f} ms in {candidate.num_buckets} buckets"
+            for size, candidate in self.candidates.items()
         )
         return (
             f"buckets of {self.bucket_size_mb:g} MiB: backward takes {self.backward_s * 1e3:.0f} "
             f"ms, an all-reduce {self.call_s * 1e3:.2f} ms and {bandwidth}, starting one "
-            f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to stay exposed: "
-            f"{candidates}"
+            f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to cost: {candidates}"
         )
 
 
@@ -86,42 +98,36 @@ def measure_group(group: dist.ProcessGroup, device: torch.device) -> GroupCost:
         dist.all_reduce(message, group=group)
         times = []
         for _ in range(_REPETITIONS):
-            _synchronize(device)
+            synchronize(device)
             began = time.perf_counter()
             work = dist.all_reduce(message, group=group, async_op=True)
             assert work is not None
             starts.append(time.perf_counter() - began)
             work.wait()
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - began)
-        samples[size] = _slowest(times, group, device)
+        samples[size] = reduce_numbers(times, dist.ReduceOp.MAX, device, group)
         if statistics.median(samples[size]) > _LONG_CALL_S:
             break
         size *= _GROWTH
     return GroupCost(
         fit=fit_collective(samples),
-        start_s=_slowest([statistics.median(starts)], group, device)[0],
+        start_s=reduce_numbers([statistics.median(starts)], dist.ReduceOp.MAX, device, group)[0],
     )
 
 
 class BucketSizeTuner:
     """Watches the first steps and chooses."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._cost = measure_group(group, device)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cost = measure_group(settings.group, settings.device)
         self._observations: list[Sequence[float]] = []
-
-    @property
-    def num_observed(self) -> int:
-        """Steps since the start or since what was seen was forgotten."""
-        return len(self._observations)
 
     @property
     def has_seen_enough(self) -> bool:
         """Whether there is enough to choose by."""
-        return self.num_observed >= _WARMUP_STEPS + _OBSERVED_STEPS
+        return len(self._observations) >= _WARMUP_STEPS + _OBSERVED_STEPS
 
     def observe(self, arrivals_s: Sequence[float]) -> None:
         """Takes when each gradient arrived in a step."""
@@ -135,33 +141,41 @@ class BucketSizeTuner:
         """Returns the choice, the same on all ranks."""
         observed = self._observations[_WARMUP_STEPS:]
         medians = [statistics.median(times) for times in zip(*observed, strict=True)]
+        group, device = self._settings.group, self._settings.device
         choice = choose_bucket_size(
-            tensors, _slowest(medians, self._group, self._device), self._cost
+            tensors,
+            reduce_numbers(medians, dist.ReduceOp.MAX, device, group),
+            self._cost,
+            self._settings.reduction_dtype,
         )
         agreed: list[BucketSizeChoice] = [choice]
-        dist.broadcast_object_list(agreed, group=self._group, device=self._device, group_src=0)
+        dist.broadcast_object_list(agreed, group=group, device=device, group_src=0)
         return agreed[0]
 
 
 def choose_bucket_size(
-    tensors: Sequence[TensorSpec], arrivals_s: Sequence[float], cost: GroupCost
+    tensors: Sequence[TensorSpec],
+    arrivals_s: Sequence[float],
+    cost: GroupCost,
+    reduction_dtype: torch.dtype | None = None,
 ) -> BucketSizeChoice:
     """Plays every candidate through; a pure function of what was measured."""
     backward_s = max(arrivals_s)
-    exposed: dict[float, float] = {}
-    num_buckets: dict[float, int] = {}
-    total: dict[float, float] = {}
+    candidates: dict[float, Candidate] = {}
     for size in CANDIDATES_MB:
         plans = plan_buckets(tensors, size * MIB)
-        timeline = overlap_timeline(
+        exposed_s = overlap_timeline(
             [max(arrivals_s[slot.tensor] for slot in plan.slots) for plan in plans],
-            [cost.fit.time_s(plan.num_bytes) for plan in plans],
+            [cost.fit.time_s(plan.message_bytes(reduction_dtype)) for plan in plans],
             backward_s,
+        ).exposed_s
+        candidates[size] = Candidate(
+            num_buckets=len(plans),
+            exposed_s=exposed_s,
+            cost_s=exposed_s + len(plans) * cost.start_s,
         )
-        exposed[size] = timeline.exposed_s
-        num_buckets[size] = len(plans)
-        total[size] = timeline.exposed_s + len(plans) * cost.start_s
-    best = min(CANDIDATES_MB, key=lambda size: (total[size], -size))
+    # Of sizes that cost the same, the larger one makes fewer messages.
+    best = min(CANDIDATES_MB, key=lambda size: (candidates[size].cost_s, -size))
     last = cost.fit.segments[-1]
     return BucketSizeChoice(
         bucket_size_mb=best,
@@ -169,18 +183,5 @@ def choose_bucket_size(
         call_s=cost.fit.segments[0].latency_s.value,
         bytes_per_s=None if last.bytes_per_s is None else last.bytes_per_s.value,
         start_s=cost.start_s,
-        predicted_exposed_s=exposed,
-        num_buckets=num_buckets,
+        candidates=candidates,
     )
-
-
-def _slowest(times: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    result: list[float] = slowest.tolist()
-    return result
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

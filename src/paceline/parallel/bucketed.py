@@ -3,6 +3,9 @@
 Phases: during backward, a bucket's all-reduce starts when its gradients are complete and the
 buckets before it have started; after backward, all are waited for. Large buckets save calls,
 small ones leave less to wait for in the end.
+
+With an automatic size, the first steps are watched; at the end of the last of them, when all ranks
+are there, they agree on a size, and the next pass begins with new buckets.
 """
 
 import logging
@@ -16,7 +19,7 @@ from paceline.core.units import MIB
 from paceline.parallel.bucket_size import FIRST_SIZE_MB, BucketSizeChoice, BucketSizeTuner
 from paceline.parallel.buckets import tensor_spec
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.synchronization import GradientSynchronizer, Launch
+from paceline.parallel.settings import Launch
 
 _logger = logging.getLogger(__name__)
 
@@ -46,31 +49,40 @@ class BucketedDataParallel(DataParallel):
         self.bucket_size_choice: BucketSizeChoice | None = None
         """What "auto" chose and why; None before it has, and without it."""
         self._tuner: BucketSizeTuner | None = None
-        self._watched: GradientSynchronizer | None = None
+        self._has_new_size = False
         if bucket_size_mb == "auto" and self.is_distributed:
-            self._tuner = BucketSizeTuner(self.process_group, self._device)
+            self._tuner = BucketSizeTuner(self._settings)
+            self._watch(self._tuner)
 
     def _follow_changes(self) -> None:
+        num_builds = self._num_builds
         super()._follow_changes()
-        if self._tuner is not None:
-            self._tune(self._tuner)
+        if self._has_new_size:
+            self._has_new_size = False
+            self._build()
+        if self._tuner is not None and self._num_builds > num_builds:
+            self._watch(self._tuner)
 
-    def _tune(self, tuner: BucketSizeTuner) -> None:
-        synchronizer = self._synchronizer
-        assert synchronizer is not None
-        if synchronizer is not self._watched:
-            # The first step, or other parameters are trained than before.
-            self._watched = synchronizer
-            synchronizer.records_arrivals = True
-            tuner.forget()
-        elif synchronizer.num_runs > tuner.num_observed:
-            tuner.observe(synchronizer.arrivals_s())
-        if not tuner.has_seen_enough:
+    def _watch(self, tuner: BucketSizeTuner) -> None:
+        """Lets the tuner see the steps of the present buckets, from the first one on."""
+        assert self._synchronizer is not None
+        tuner.forget()
+        self._synchronizer.records_arrivals = True
+        self._synchronizer.after_run = self._learn
+
+    def _learn(self) -> None:
+        """Takes in a step, and chooses when enough have been seen."""
+        assert self._synchronizer is not None
+        arrivals_s = self._synchronizer.arrivals_s()
+        if self._tuner is None or not arrivals_s:
             return
-        choice = tuner.choose([tensor_spec(*named) for named in self._trained()])
+        self._tuner.observe(arrivals_s)
+        if not self._tuner.has_seen_enough:
+            return
+        choice = self._tuner.choose([tensor_spec(*named) for named in self._trained()])
         if dist.get_rank(self.process_group) == 0:
             _logger.info("%s", choice.explain())
-        self._tuner = self._watched = None
+        self._tuner = None
         self.bucket_size_choice = choice
         self._cap_bytes = choice.bucket_size_mb * MIB
-        self._build()
+        self._has_new_size = True

@@ -3,9 +3,9 @@
 The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
 on every run and after every restart. Parameters are taken in reverse order, because backward
 reaches the last layers first. A bucket holds one dtype on one device; a parameter larger than the
-cap has a bucket of its own. The first and the last bucket are small: the first, so that
-communication starts early; the last, because it can only start when backward is over and is
-therefore never hidden.
+cap has a bucket of its own. The first and the last bucket of a dtype and device are small: the
+first, so that communication starts early; the last, because it can only start when backward is over
+and is therefore never hidden.
 
 A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
 has a gradient for it. Summed over the ranks with everything else, they tell without a further
@@ -58,10 +58,9 @@ class BucketPlan(NamedTuple):
     num_elements: int
     """Of all tensors, with what aligns them."""
 
-    @property
-    def num_bytes(self) -> int:
-        """What is communicated."""
-        return (self.num_elements + len(self.slots)) * self.dtype.itemsize
+    def message_bytes(self, reduction_dtype: torch.dtype | None) -> int:
+        """Returns what is communicated, in the buffer's dtype or another."""
+        return (self.num_elements + len(self.slots)) * (reduction_dtype or self.dtype).itemsize
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[BucketPlan]:
@@ -89,7 +88,7 @@ def _divide(
     if cap_bytes is None:
         return [indices]
     edge_bytes = min(EDGE_BYTES, cap_bytes)
-    sizes = [tensors[index].num_elements * itemsize for index in indices]
+    sizes = [_aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
     tail_start = _start_of_tail(sizes, edge_bytes)
     groups: list[list[int]] = []
     group: list[int] = []
@@ -118,14 +117,18 @@ def _start_of_tail(sizes: list[int], edge_bytes: float) -> int:
 def _place(
     tensors: Sequence[TensorSpec], indices: list[int], dtype: torch.dtype, device: torch.device
 ) -> BucketPlan:
-    alignment = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
     offset = 0
     slots = []
     for index in indices:
         num_elements = tensors[index].num_elements
         slots.append(Slot(index, offset, num_elements))
-        offset += -(-num_elements // alignment) * alignment
+        offset += _aligned(num_elements, dtype.itemsize)
     return BucketPlan(dtype, device, tuple(slots), offset)
+
+
+def _aligned(num_elements: int, itemsize: int) -> int:
+    alignment = _ALIGNMENT_BYTES // itemsize
+    return -(-num_elements // alignment) * alignment
 
 
 def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
@@ -140,6 +143,7 @@ class Bucket:
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
         self.plan = plan
         self.parameters = [parameters[slot.tensor] for slot in plan.slots]
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
         self.buffer = torch.zeros(
             plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
         )
@@ -155,23 +159,36 @@ class Bucket:
         Optimizers drop gradients after a step, and user code may set others: each comes back as
         a tensor of its own, and becomes a view of the buffer again here.
         """
-        parameter, view = self.parameters[position], self.views[position]
+        parameter, slot = self.parameters[position], self.plan.slots[position]
         gradient = parameter.grad
-        assert gradient is not None
-        if gradient is view:
-            return False
+        if gradient is None:
+            raise GradientError(
+                f"the gradient of parameter {name!r} was cleared while backward ran; clear it after"
+            )
         if gradient.layout != torch.strided:
             raise GradientError(
                 f"parameter {name!r} has a {gradient.layout} gradient; only dense ones can be "
                 "synchronised: make its layer with sparse=False"
             )
-        if gradient.dtype != view.dtype or gradient.device != view.device:
+        expected = self.dtypes[position]
+        if gradient.dtype != expected or gradient.device != self.plan.device:
             raise GradientError(
                 f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after "
-                f"its container was made for {view.dtype} on {view.device}; convert it before"
+                f"its container was made for {expected} on {self.plan.device}; convert it before"
             )
-        torch.mul(gradient.detach(), scale, out=view)
-        parameter.grad = view
+        if gradient.requires_grad:
+            raise GradientError(
+                f"the gradient of parameter {name!r} has a graph of its own: backward with "
+                "create_graph=True cannot be averaged; use torch.autograd.grad for it"
+            )
+        # Not whether it is the same object: converting a module lets that point elsewhere.
+        piece = self.buffer[slot.offset : slot.offset + slot.num_elements]
+        if gradient.data_ptr() == piece.data_ptr() and slot.num_elements:
+            return False
+        if gradient is self.views[position]:
+            self.views[position] = view_like(parameter, piece)
+        torch.mul(gradient, scale, out=self.views[position])
+        parameter.grad = self.views[position]
         return True
 
 

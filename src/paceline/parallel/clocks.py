@@ -1,7 +1,8 @@
 """Moments on a device's own time line.
 
-On a CPU a moment is the time of day. A GPU runs behind the program that feeds it, so there a
-moment is an event in the current stream, and asking how long something took waits for the device.
+On a CPU a moment is a reading of the program's clock. A GPU runs behind the program that feeds it,
+so there a moment is an event in the current stream, and asking how long something took waits for
+the device.
 """
 
 import time
@@ -17,7 +18,7 @@ def now(device: torch.device) -> Moment:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -29,3 +30,9 @@ def seconds_between(start: Moment, end: Moment) -> float:
     assert isinstance(end, torch.cuda.Event)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,12 +1,13 @@
-"""Collectives under one name, whichever version of torch there is.
+"""Collectives under one name, whichever version of torch there is, and over plain numbers.
 
 torch 2.13 renames the collectives over one tensor to ``*_single`` and warns of the old names,
 which are the only ones before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 all_gather_single: Callable[..., Any] = getattr(
@@ -15,3 +16,16 @@ all_gather_single: Callable[..., Any] = getattr(
 reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+
+def reduce_numbers(
+    numbers: Sequence[float],
+    operation: dist.ReduceOp.RedOpType,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """Returns each number's sum, largest or smallest over the ranks, the same on all of them."""
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, operation, group=group)
+    result: list[float] = tensor.tolist()
+    return result

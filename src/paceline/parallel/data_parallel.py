@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.core.errors import UsageError
-from paceline.parallel.agreement import broadcast_tensors, require_same_parameters
+from paceline.parallel.agreement import broadcast_tensors, require_same_model
+from paceline.parallel.backward_run import SynchronizationStats
 from paceline.parallel.buckets import plan_buckets, tensor_spec
-from paceline.parallel.synchronization import (
-    GradientSynchronizer,
-    Launch,
-    SynchronizationStats,
-)
+from paceline.parallel.settings import Intent, Launch, Settings
+from paceline.parallel.synchronization import GradientSynchronizer
+
+_OUTSIDE_BACKWARD = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,25 +67,31 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
+        if reduction_dtype is not None and not reduction_dtype.is_floating_point:
+            raise UsageError(
+                f"reduction_dtype must be a floating-point dtype, got {reduction_dtype}"
+            )
         self.module = module
         self.process_group = _resolve_group(process_group)
         self._cap_bytes = cap_bytes
-        self._launch = launch
-        self._reduction_dtype = reduction_dtype
-        self._synchronizing = True
-        self._forward_is_pending = False
-        self._all_parameters = list(module.named_parameters())
-        self._device = _require_supported(self._all_parameters)
+        self._intent = Intent()
+        self._settings = Settings(
+            group=self.process_group,
+            device=_require_supported(module),
+            launch=launch,
+            reduction_dtype=reduction_dtype,
+        )
+        self._named_parameters: list[tuple[str, nn.Parameter]] = []
         self._is_trained: list[bool] = []
         self._synchronizer: GradientSynchronizer | None = None
+        self._num_builds = 0
+        self._state_buffers: list[str] = []
         if self.is_distributed:
-            require_same_parameters(self._all_parameters, self.process_group, self._device)
-            broadcast_tensors(
-                [*(tensor for _, tensor in self._all_parameters), *module.buffers()],
-                self.process_group,
-            )
+            self._require_same_model()
+            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
             self._build()
-        self._state_buffers = persistent_buffers(module) if broadcast_buffers else []
+            if broadcast_buffers:
+                self._state_buffers = list(persistent_buffers(module))
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -98,17 +104,11 @@ class DataParallel(nn.Module):
         """Runs the module."""
         if not (self.is_distributed and torch.is_grad_enabled()):
             return self.module(*arguments, **keywords)
-        self._follow_changes()
-        synchronize = self._synchronizing
-        if synchronize and self.training:
-            broadcast_tensors(self._state_buffers, self.process_group)
-            self._forward_is_pending = True
+        synchronizer = self._prepare()
         output = self.module(*arguments, **keywords)
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(  # type: ignore[no-untyped-call]
-                    lambda _gradient: self._begin(synchronize)
-                )
+        synchronizer.watch_outputs(
+            list(_tensors_in(output)), average=self._intent.forward_synchronizes
+        )
         return output
 
     @contextlib.contextmanager
@@ -117,33 +117,42 @@ class DataParallel(nn.Module):
 
         A pass is left out if its forward or its backward lies inside.
         """
-        before = self._synchronizing
-        self._synchronizing = False
+        before = self._intent.synchronize
+        self._intent.synchronize = False
         try:
             yield
         finally:
-            self._synchronizing = before
+            self._intent.synchronize = before
 
     def finish_gradient_synchronization(self) -> None:
         """Makes sure that gradients are averaged; does nothing where they are already.
 
-        Backward does this by itself. A rank whose forward pass was not followed by a backward
-        pass takes part here, with no gradients of its own.
+        Backward does this by itself. A rank whose training pass completed no gradient, or that
+        left out backward, takes part here with none of its own.
         """
         if self._synchronizer is None:
             return
-        if self._forward_is_pending and not self._synchronizer.in_backward:
-            self._begin(synchronize=True)
+        if self._intent.forward_is_pending and not self._synchronizer.in_backward:
+            self._synchronizer.begin(average=True)
+            self._synchronizer.take_part()
         self._synchronizer.finish()
 
     def set_gradient_weight(self, weight: float) -> None:
-        """Sets what this rank's next gradients count for, for example its number of tokens.
+        """Sets what this rank's next averaged gradients count for, such as its number of tokens.
 
         Call it on all ranks, before backward. The average over ranks of mean losses is not the
-        mean over all tokens where ranks hold different numbers of them; weighted, it is.
+        mean over all tokens where ranks hold different numbers of them; weighted, it is. If all
+        weights are zero, all ranks count alike.
         """
-        if self._synchronizer is not None:
-            self._synchronizer.set_weight(weight)
+        if not weight >= 0:
+            raise UsageError(f"a gradient's weight must not be negative, got {weight}")
+        if not self.is_distributed:
+            return
+        # The sum of the weights is on its way while the model computes.
+        total = torch.tensor(weight, dtype=torch.float64, device=self._settings.device)
+        work = dist.all_reduce(total, group=self.process_group, async_op=True)
+        assert work is not None
+        self._intent.weight = (weight, total, work)
 
     def synchronization_stats(self) -> SynchronizationStats | None:
         """Returns sizes and times of the last synchronisation on this rank; None before it."""
@@ -152,14 +161,14 @@ class DataParallel(nn.Module):
     def explain_unused(self) -> list[UnusedParameter]:
         """Names the parameters without a gradient in the last synchronised pass, and the ranks.
 
-        All ranks must call it.
+        All ranks must call it. A rank alone synchronises nothing, so that there is nothing to name.
         """
         if self._synchronizer is None:
             return []
         missing = torch.tensor(
             [not arrived for arrived in self._synchronizer.arrived],
             dtype=torch.uint8,
-            device=self._device,
+            device=self._settings.device,
         )
         gathered = [
             torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
@@ -172,40 +181,75 @@ class DataParallel(nn.Module):
             if any(ranks)
         ]
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            named
-            for named, trained in zip(self._all_parameters, self._is_trained, strict=True)
-            if trained
-        ]
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "a data-parallel container cannot be copied or pickled; copy or save its .module"
+        )
+
+    def _prepare(self) -> GradientSynchronizer:
+        """Gets ready for a pass whose gradients are recorded."""
+        assert self._synchronizer is not None
+        intent = self._intent
+        intent.forward_synchronizes = intent.synchronize
+        if torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD:
+            return self._synchronizer  # A checkpoint computes this pass a second time.
+        self._synchronizer.forget_broken_pass()
+        if intent.synchronize and self.training:
+            intent.forward_is_pending = True
+            self._follow_changes()
+            if self._state_buffers:
+                buffers = dict(self.module.named_buffers())
+                broadcast_tensors(
+                    [buffers[name] for name in self._state_buffers], self.process_group
+                )
+        return self._synchronizer
+
+    def _follow_changes(self) -> None:
+        """Starts anew where parameters were frozen, unfrozen or replaced since the last pass."""
+        current = list(self.module.parameters())
+        is_same = len(current) == len(self._named_parameters) and all(
+            parameter is known and parameter.requires_grad == trained
+            for parameter, (_, known), trained in zip(
+                current, self._named_parameters, self._is_trained, strict=True
+            )
+        )
+        if not is_same:
+            self._require_same_model()
+            self._build()
+
+    def _require_same_model(self) -> None:
+        settings = self._settings
+        require_same_model(
+            self.module,
+            f"bucket cap {self._cap_bytes}, {settings.launch.name}, "
+            f"reduction_dtype {settings.reduction_dtype}",
+            settings.group,
+            settings.device,
+        )
 
     def _build(self) -> None:
         """Divides the parameters that are trained now, and watches them."""
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None  # Before the new buffers are made, the old ones can go.
-        self._is_trained = [tensor.requires_grad for _, tensor in self._all_parameters]
+        self._num_builds += 1
+        self._named_parameters = list(self.module.named_parameters())
+        self._is_trained = [parameter.requires_grad for _, parameter in self._named_parameters]
         trained = self._trained()
         self._synchronizer = GradientSynchronizer(
             [name for name, _ in trained],
             [parameter for _, parameter in trained],
             plan_buckets([tensor_spec(*named) for named in trained], self._cap_bytes),
-            group=self.process_group,
-            launch=self._launch,
-            reduction_dtype=self._reduction_dtype,
-            device=self._device,
+            settings=self._settings,
+            intent=self._intent,
         )
 
-    def _follow_changes(self) -> None:
-        """Starts anew where parameters were frozen or unfrozen since the last step."""
-        if self._is_trained != [tensor.requires_grad for _, tensor in self._all_parameters]:
-            require_same_parameters(self._all_parameters, self.process_group, self._device)
-            self._build()
-
-    def _begin(self, synchronize: bool) -> None:
-        assert self._synchronizer is not None
-        self._synchronizer.begin(synchronize=synchronize and self._synchronizing)
-        self._forward_is_pending = False
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            named
+            for named, trained in zip(self._named_parameters, self._is_trained, strict=True)
+            if trained
+        ]
 
 
 def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -213,6 +257,8 @@ def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
         raise UsageError(
             "there is no process group yet; make the container inside of distributed_session()"
         )
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not in the process group; make no container on it")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"a mesh of one dimension is needed, this one has {group.ndim}")
@@ -223,9 +269,10 @@ def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     return group
 
 
-def _require_supported(parameters: list[tuple[str, nn.Parameter]]) -> torch.device:
-    """Returns the device of the first parameter, after a look at all."""
-    for name, parameter in parameters:
+def _require_supported(module: nn.Module) -> torch.device:
+    """Returns the device of all parameters, or names the one that cannot be synchronised."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise UsageError(
                 f"parameter {name!r} has no shape yet; run the model once before wrapping it"
@@ -234,15 +281,19 @@ def _require_supported(parameters: list[tuple[str, nn.Parameter]]) -> torch.devi
             raise UsageError(
                 f"parameter {name!r} is on the meta device; give it values before wrapping it"
             )
-    if not parameters:
+        devices.setdefault(parameter.device, name)
+    if not devices:
         raise UsageError("the module has no parameters, so there is nothing to synchronise")
-    return parameters[0][1].device
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise UsageError(f"a rank has one device, but the module has {places}; use a rank for each")
+    return next(iter(devices))
 
 
-def persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Returns the buffers that are part of the module's state."""
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that are part of the module's state, by name."""
     kept = module.state_dict(keep_vars=True)
-    return [buffer for name, buffer in module.named_buffers() if name in kept]
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
@@ -265,10 +316,14 @@ def _without_prefix(
     _container: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
     """Gives the state dictionary the inner module's names."""
-    for name in [name for name in state if name.startswith(prefix + _INNER)]:
-        state[prefix + name.removeprefix(prefix + _INNER)] = state.pop(name)
+    _rename(state, prefix + _INNER, prefix)
 
 
 def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + _INNER + name.removeprefix(prefix)] = state.pop(name)
+    _rename(state, prefix, prefix + _INNER)
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    # All are taken out before any is put in: an old name may be another one's new name.
+    taken = {name: state.pop(name) for name in list(state) if name.startswith(old)}
+    state.update({new + name.removeprefix(old): value for name, value in taken.items()})

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.synchronization import Launch
+from paceline.parallel.settings import Launch
 
 
 class FlatDataParallel(DataParallel):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.synchronization import Launch
+from paceline.parallel.settings import Launch
 
 
 class OverlappedDataParallel(DataParallel):

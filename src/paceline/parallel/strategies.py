@@ -38,11 +38,15 @@ _PLAIN: dict[StrategyName, Callable[[nn.Module], nn.Module]] = {
 def apply_strategy(
     name: StrategyName, module: nn.Module, bucket_size_mb: BucketSize | None = None
 ) -> nn.Module:
-    """Wraps a module so that all ranks train it together; "none" leaves it alone."""
-    if (bucket_size_mb is not None) and name not in BUCKET_STRATEGIES:
+    """Wraps a module so that all ranks train it together; "none" leaves it alone.
+
+    Without a bucket size, each strategy takes its own default.
+    """
+    if bucket_size_mb is not None and name not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
     if name == "bucketed":
-        return BucketedDataParallel(module, "auto" if bucket_size_mb is None else bucket_size_mb)
+        sizes = () if bucket_size_mb is None else (bucket_size_mb,)
+        return BucketedDataParallel(module, *sizes)
     if name == "torch_ddp":
         return _torch_ddp(module, bucket_size_mb)
     return _PLAIN[name](module)

@@ -13,6 +13,7 @@ from paceline.reports.selection import (
     describe_case,
     field_text,
     split_fields,
+    split_series,
 )
 
 if TYPE_CHECKING:
@@ -63,11 +64,7 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
     predicted = [record for record in records if record.kind == PREDICTION]
     figure, axes = new_figure("Exposed communication by bucket size", measured)
     axes.set_xscale("log")
-    for index, strategy in enumerate(dict.fromkeys(record.case["strategy"] for record in measured)):
-        chosen = sorted(
-            (record for record in measured if record.case["strategy"] == strategy),
-            key=lambda record: case_number(record, "bucket_size_mb"),
-        )
+    for index, (name, chosen) in enumerate(split_series(measured, "bucket_size_mb").items()):
         medians = [record.metrics["exposed_communication_s"].value * 1e3 for record in chosen]
         axes.errorbar(
             [case_number(record, "bucket_size_mb") for record in chosen],
@@ -77,7 +74,7 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
             ms=5,
             capsize=3,
             color=COLORS[index % len(COLORS)],
-            label=f"{strategy}: measured, median and quartiles",
+            label=f"{name}: measured, median and quartiles",
         )
     if predicted:
         predicted.sort(key=lambda record: case_number(record, "bucket_size_mb"))

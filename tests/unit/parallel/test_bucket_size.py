@@ -41,10 +41,10 @@ def test_no_other_candidate_is_predicted_to_be_better(
     for size in CANDIDATES_MB:
         plans = plan_buckets(_tensors(), size * MIB)
         ready = [max(arrivals[slot.tensor] for slot in plan.slots) for plan in plans]
-        times = [cost.fit.time_s(plan.num_bytes) for plan in plans]
+        times = [cost.fit.time_s(plan.message_bytes(None)) for plan in plans]
         exposed = overlap_timeline(ready, times, backward_s).exposed_s
-        assert choice.predicted_exposed_s[size] == exposed
-        assert choice.predicted_exposed_s[choice.bucket_size_mb] <= exposed
+        assert choice.candidates[size].exposed_s == exposed
+        assert choice.candidates[choice.bucket_size_mb].exposed_s <= exposed
 
 
 def test_costly_calls_make_large_buckets_and_cheap_ones_small() -> None:
@@ -57,8 +57,9 @@ def test_starting_a_call_counts_where_nothing_else_does() -> None:
     # The line is so fast that every size is hidden alike: fewer calls are better.
     free = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11))
     priced = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11, start_s=1e-3))
-    assert priced.num_buckets[priced.bucket_size_mb] <= free.num_buckets[free.bucket_size_mb]
-    assert priced.num_buckets[priced.bucket_size_mb] == 3
+    chosen = priced.candidates[priced.bucket_size_mb]
+    assert chosen.num_buckets <= free.candidates[free.bucket_size_mb].num_buckets
+    assert chosen.num_buckets == 3
 
 
 def test_the_choice_explains_itself() -> None:

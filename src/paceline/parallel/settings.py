@@ -1,0 +1,54 @@
+"""How a container sends gradients, and what its user wants of the next pass."""
+
+import dataclasses
+import enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Launch(enum.Enum):
+    """When a bucket's all-reduce starts."""
+
+    WHEN_READY = enum.auto()
+    """As soon as its gradients and all buckets before it are complete."""
+    AFTER_BACKWARD = enum.auto()
+    """All together, when backward is over."""
+    ONE_BY_ONE = enum.auto()
+    """When backward is over, each when the one before it has ended."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Intent:
+    """What the container's user wants of the next pass; outlives the synchroniser."""
+
+    synchronize: bool = True
+    """Whether passes are averaged now."""
+    forward_synchronizes: bool = True
+    """Whether they were when the last forward pass ran."""
+    forward_is_pending: bool = False
+    """Whether a forward pass that is to be averaged was not followed by its averages yet."""
+    weight: tuple[float, Tensor, dist.Work] | None = None
+    """This rank's weight, the sum over the ranks, and what to wait for before reading it."""
+
+    def take_share(self, world_size: int) -> float:
+        """Returns what this rank's gradients count for in the average, and forgets the weight."""
+        if self.weight is None:
+            return 1 / world_size
+        own, total, work = self.weight
+        self.weight = None
+        work.wait()
+        sum_of_weights = float(total)
+        return own / sum_of_weights if sum_of_weights else 1 / world_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How gradients are sent; the same on all ranks."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    launch: Launch
+    reduction_dtype: torch.dtype | None
+    """What the sums are computed and sent in; None for the gradients' own dtype."""
