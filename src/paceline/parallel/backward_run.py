@@ -18,6 +18,7 @@ class BucketStats:
     num_parameters: int
     launch_s: float
     finish_s: float
+    """On a CPU, when it was first seen to have ended: at the next gradient, or in the end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class BackwardRun:
         """Positions in each bucket whose gradient is this rank's share already."""
         self.in_flight: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
         self.num_received = 0
+        self.num_seen_finished = 0
         self.message_bytes: list[int] = []
         """Of the messages that were sent, in the order of the buckets."""
         self.started = self.backward_over = self.all_received = started

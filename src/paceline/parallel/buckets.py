@@ -3,9 +3,10 @@
 The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
 on every run and after every restart. Parameters are taken in reverse order, because backward
 reaches the last layers first. A bucket holds one dtype on one device; a parameter larger than the
-cap has a bucket of its own. The first and the last bucket of a dtype and device are small: the
-first, so that communication starts early; the last, because it can only start when backward is over
-and is therefore never hidden.
+cap has a bucket of its own. Of each dtype and device, the first and the last bucket are small, and
+sizes double from there up to the cap: at the beginning, so that communication starts early; towards
+the end, so that each bucket has gone when the next is ready, and only the last, which can start no
+sooner than backward ends, is left to wait for.
 
 A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
 has a gradient for it. Summed over the ranks with everything else, they tell without a further
@@ -87,31 +88,35 @@ def _divide(
 ) -> list[list[int]]:
     if cap_bytes is None:
         return [indices]
-    edge_bytes = min(EDGE_BYTES, cap_bytes)
     sizes = [_aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
-    tail_start = _start_of_tail(sizes, edge_bytes)
-    groups: list[list[int]] = []
-    group: list[int] = []
-    group_bytes = 0
-    for position, index in enumerate(indices):
-        limit = cap_bytes if groups else edge_bytes
-        full = group_bytes + sizes[position] > limit
-        if group and (full or position == tail_start):
-            groups.append(group)
-            group, group_bytes = [], 0
-        group.append(index)
-        group_bytes += sizes[position]
-    groups.append(group)
+    tail_lengths = _fill_groups(sizes[::-1], cap_bytes, stop_at_cap=True)
+    head_lengths = _fill_groups(sizes[: len(sizes) - sum(tail_lengths)], cap_bytes)
+    groups = []
+    start = 0
+    for length in (*head_lengths, *reversed(tail_lengths)):
+        groups.append(indices[start : start + length])
+        start += length
     return groups
 
 
-def _start_of_tail(sizes: list[int], edge_bytes: float) -> int:
-    start = len(sizes) - 1
-    tail_bytes = sizes[start]
-    while start and tail_bytes + sizes[start - 1] <= edge_bytes:
-        start -= 1
-        tail_bytes += sizes[start]
-    return start
+def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:
+    """Returns the lengths of groups that may each hold twice as much as the one before.
+
+    With `stop_at_cap`, what would come after the groups that are smaller than the cap is left.
+    """
+    lengths: list[int] = []
+    limit = min(EDGE_BYTES, cap_bytes)
+    length = num_bytes = 0
+    for size in sizes:
+        if length and num_bytes + size > limit:
+            lengths.append(length)
+            length = num_bytes = 0
+            limit = min(2 * limit, cap_bytes)
+            if stop_at_cap and limit == cap_bytes:
+                return lengths
+        length += 1
+        num_bytes += size
+    return [*lengths, length] if length else lengths
 
 
 def _place(
@@ -148,6 +153,9 @@ class Bucket:
             plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
         )
         self.presence = self.buffer[plan.num_elements :]
+        self._addresses = [
+            self.buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots
+        ]
         self.views = [
             view_like(parameter, self.buffer[slot.offset : slot.offset + slot.num_elements])
             for slot, parameter in zip(plan.slots, self.parameters, strict=True)
@@ -182,10 +190,10 @@ class Bucket:
                 "create_graph=True cannot be averaged; use torch.autograd.grad for it"
             )
         # Not whether it is the same object: converting a module lets that point elsewhere.
-        piece = self.buffer[slot.offset : slot.offset + slot.num_elements]
-        if gradient.data_ptr() == piece.data_ptr() and slot.num_elements:
+        if gradient.data_ptr() == self._addresses[position]:
             return False
         if gradient is self.views[position]:
+            piece = self.buffer[slot.offset : slot.offset + slot.num_elements]
             self.views[position] = view_like(parameter, piece)
         torch.mul(gradient, scale, out=self.views[position])
         parameter.grad = self.views[position]

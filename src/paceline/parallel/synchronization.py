@@ -23,7 +23,6 @@ A parameter holds its hooks and these must not hold the parameter, or neither wo
 they reach the synchroniser through a weak reference.
 """
 
-import time
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -240,6 +239,8 @@ class GradientSynchronizer:
         self.arrived[index] = True
         if self.records_arrivals:
             run.arrivals[index] = now(self._settings.device)
+        if self._side_stream is None:
+            self._note_finished(run)
         if not nested:
             run.complete.add(index)
             run.num_complete[number] += 1
@@ -267,7 +268,8 @@ class GradientSynchronizer:
             work = dist.all_reduce(message, group=self._settings.group, async_op=True)
             assert work is not None
             run.in_flight.append((message, work))
-            self._note_finish(run, number, work)
+            if self._side_stream is not None:
+                run.finished[number] = self._moment_after(work, self._side_stream)
             if self._settings.launch is Launch.ONE_BY_ONE:
                 self._receive_next(run)
         except RuntimeError as error:
@@ -304,14 +306,23 @@ class GradientSynchronizer:
                 if not bucket.take(position, scale, name) and scale != 1.0:
                     view.mul_(scale)
 
-    def _note_finish(self, run: BackwardRun, number: int, work: dist.Work) -> None:
-        if self._side_stream is None:
-            work.get_future().add_done_callback(_note_time(run.finished, number))
-            return
+    def _moment_after(self, work: dist.Work, stream: torch.cuda.Stream) -> Moment:
         # Waiting in a stream of its own marks the end of the message, and holds up nothing else.
-        with torch.cuda.stream(self._side_stream):
+        with torch.cuda.stream(stream):
             work.wait()
+            return now(self._settings.device)
+
+    def _note_finished(self, run: BackwardRun) -> None:
+        """Notes which messages have ended since the last look.
+
+        A callback at the very moment would run on the communication's own thread and compete with
+        backward for the interpreter: that made steps 1.5% slower.
+        """
+        for number in range(run.num_seen_finished, len(run.message_bytes)):
+            if not run.in_flight[number - run.num_received][1].is_completed():
+                return
             run.finished[number] = now(self._settings.device)
+            run.num_seen_finished += 1
 
     def _receive_next(self, run: BackwardRun) -> None:
         number = run.num_received
@@ -322,6 +333,9 @@ class GradientSynchronizer:
             work.wait()
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error
+        if self._side_stream is None and run.num_seen_finished == number:
+            run.finished[number] = now(self._settings.device)
+            run.num_seen_finished += 1
         if message is not bucket.buffer:
             bucket.buffer.copy_(message)
         missing = [
@@ -339,10 +353,10 @@ class GradientSynchronizer:
 def _weak_hook(
     synchronizer: "weakref.ref[GradientSynchronizer]", index: int
 ) -> Callable[[Tensor], None]:
-    @torch.no_grad()
     def hook(_parameter: Tensor) -> None:
         if (alive := synchronizer()) is not None:
-            alive.take(index)
+            with torch.no_grad():
+                alive.take(index)
 
     return hook
 
@@ -350,13 +364,6 @@ def _weak_hook(
 def _remove_all(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _note_time(moments: list[Moment], number: int) -> Callable[[object], None]:
-    def note(_future: object) -> None:
-        moments[number] = time.perf_counter()
-
-    return note
 
 
 def _bucket_error(number: int, message: Tensor, error: RuntimeError) -> PacelineError:
