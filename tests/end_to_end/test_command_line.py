@@ -232,6 +232,8 @@ def test_an_interrupt_leaves_no_process(tmp_path: pathlib.Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A launcher in the background may ignore interrupts, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(8)
     os.killpg(process.pid, signal.SIGINT)

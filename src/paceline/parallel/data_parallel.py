@@ -10,6 +10,7 @@ Training loops need not know the container: gradients are right when ``backward(
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,11 +73,10 @@ class DataParallel(nn.Module):
                 f"reduction_dtype must be a floating-point dtype, got {reduction_dtype}"
             )
         self.module = module
-        self.process_group = _resolve_group(process_group)
         self._cap_bytes = cap_bytes
         self._intent = Intent()
         self._settings = Settings(
-            group=self.process_group,
+            group_reference=weakref.ref(_resolve_group(process_group)),
             device=_require_supported(module),
             launch=launch,
             reduction_dtype=reduction_dtype,
@@ -94,6 +94,11 @@ class DataParallel(nn.Module):
                 self._state_buffers = list(persistent_buffers(module))
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self._settings.group
 
     @property
     def is_distributed(self) -> bool:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import enum
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.core.errors import UsageError
 
 
 class Launch(enum.Enum):
@@ -47,8 +50,18 @@ class Intent:
 class Settings:
     """How gradients are sent; the same on all ranks."""
 
-    group: dist.ProcessGroup
+    group_reference: "weakref.ref[dist.ProcessGroup]"
+    """Weak, so that a container that is left over does not keep a group alive that was destroyed:
+    its threads would then end with the interpreter, which sometimes aborts the process."""
     device: torch.device
     launch: Launch
     reduction_dtype: torch.dtype | None
     """What the sums are computed and sent in; None for the gradients' own dtype."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        group = self.group_reference()
+        if group is None:
+            raise UsageError("the process group of this container has been destroyed")
+        return group
