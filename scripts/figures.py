@@ -14,6 +14,7 @@ from paceline.records import Record, RecordStore, latest_per_case
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import draw
 from paceline.reports.tables import View, records_table, render_markdown
+from paceline.reports.timeline import plot_designs
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -46,6 +47,9 @@ PICTURE_SOURCES = {
     "communication-lab": ("communication-lab", "communication"),
     "communication-loopback": ("communication-loopback", "communication"),
 }
+
+# Pictures that show how something works, from no record.
+SCHEMES = {"data-parallel-designs": plot_designs}
 
 
 def read(name: str) -> list[Record]:
@@ -106,6 +110,8 @@ def main() -> int:
         (TABLES / name).write_text(text, encoding="utf-8")
     for name, (store, plot) in PICTURE_SOURCES.items():
         save_figure(draw(plot, read(store)), IMAGES, name)
+    for name, draw_scheme in SCHEMES.items():
+        save_figure(draw_scheme(), IMAGES, name)
     return 0
 
 

@@ -1,12 +1,11 @@
 """Choosing the bucket size from what the group and the model really do.
 
 Phases: when the container is made, all-reduces of growing sizes give the cost of a call and the
-bandwidth of this very group. The first synchronised steps tell when each gradient arrives, and how
-much slower messages are while backward computes. Then every candidate size is played through
-`overlap_timeline` with the buckets that it would make, and the one with the least predicted cost is
-taken: what backward does not hide, and the time that the program itself spends on starting calls.
-Measurements are agreed upon over the ranks (the slowest counts), and the first rank's choice is
-everybody's.
+bandwidth of this very group. The first synchronised steps tell when each gradient arrives. Then
+every candidate size is played through `overlap_timeline` with the buckets that it would make, and
+the one with the least predicted cost is taken: what backward does not hide, and the time that
+the program itself spends on starting calls. Measurements are agreed upon over the ranks (the
+slowest counts), and the first rank's choice is everybody's.
 """
 
 import dataclasses
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from paceline.accounting.collective_fit import CollectiveFit, fit_collective
 from paceline.accounting.overlap import overlap_timeline
 from paceline.core.units import MIB, format_decimal
-from paceline.parallel.backward_run import SynchronizationStats
 from paceline.parallel.buckets import TensorSpec, plan_buckets
 from paceline.parallel.clocks import synchronize
 from paceline.parallel.collectives import reduce_numbers
@@ -66,8 +64,6 @@ class BucketSizeChoice:
 
     bucket_size_mb: float
     backward_s: float
-    slowdown: float
-    """How much longer a message takes while backward computes."""
     call_s: float
     bytes_per_s: float | None
     start_s: float
@@ -87,9 +83,8 @@ class BucketSizeChoice:
         )
         return (
             f"buckets of {self.bucket_size_mb:g} MiB: backward takes {self.backward_s * 1e3:.0f} "
-            f"ms, an all-reduce {self.call_s * 1e3:.2f} ms and {bandwidth}, {self.slowdown:.2f} "
-            f"times as long beside backward, starting one {self.start_s * 1e3:.2f} ms of the "
-            f"program's time; predicted to cost: {candidates}"
+            f"ms, an all-reduce {self.call_s * 1e3:.2f} ms and {bandwidth}, starting one "
+            f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to cost: {candidates}"
         )
 
 
@@ -128,37 +123,29 @@ class BucketSizeTuner:
         self._settings = settings
         self._cost = measure_group(settings.group, settings.device)
         self._arrivals: list[Sequence[float]] = []
-        self._slowdowns: list[float] = []
 
     @property
     def has_seen_enough(self) -> bool:
         """Whether there is enough to choose by."""
         return len(self._arrivals) >= _WARMUP_STEPS + _OBSERVED_STEPS
 
-    def observe(self, arrivals_s: Sequence[float], stats: SynchronizationStats) -> None:
-        """Takes when each gradient arrived in a step, and what became of the messages."""
+    def observe(self, arrivals_s: Sequence[float]) -> None:
+        """Takes when each gradient arrived in a step."""
         self._arrivals.append(arrivals_s)
-        self._slowdowns.append(find_slowdown(stats, self._cost.fit))
 
     def forget(self) -> None:
         """Starts anew, because other parameters are trained now."""
         self._arrivals.clear()
-        self._slowdowns.clear()
 
     def choose(self, tensors: Sequence[TensorSpec]) -> BucketSizeChoice:
         """Returns the choice, the same on all ranks."""
         observed = self._arrivals[_WARMUP_STEPS:]
         medians = [statistics.median(times) for times in zip(*observed, strict=True)]
-        slowdown = statistics.median(self._slowdowns[_WARMUP_STEPS:])
         group, device = self._settings.group, self._settings.device
-        *arrivals_s, slowdown = reduce_numbers(
-            [*medians, slowdown], dist.ReduceOp.MAX, device, group
-        )
         choice = choose_bucket_size(
             tensors,
-            arrivals_s,
+            reduce_numbers(medians, dist.ReduceOp.MAX, device, group),
             self._cost,
-            slowdown=slowdown,
             reduction_dtype=self._settings.reduction_dtype,
         )
         agreed: list[BucketSizeChoice] = [choice]
@@ -166,24 +153,11 @@ class BucketSizeTuner:
         return agreed[0]
 
 
-def find_slowdown(stats: SynchronizationStats, fit: CollectiveFit) -> float:
-    """Returns how much longer than alone the messages took that ended before backward did."""
-    taken_s = alone_s = 0.0
-    line_free_s = 0.0
-    for bucket in stats.buckets:
-        if bucket.finish_s < stats.backward_s:
-            taken_s += bucket.finish_s - max(bucket.launch_s, line_free_s)
-            alone_s += fit.time_s(bucket.num_bytes)
-        line_free_s = bucket.finish_s
-    return max(1.0, taken_s / alone_s) if alone_s else 1.0
-
-
 def choose_bucket_size(
     tensors: Sequence[TensorSpec],
     arrivals_s: Sequence[float],
     cost: GroupCost,
     *,
-    slowdown: float = 1.0,
     reduction_dtype: torch.dtype | None = None,
 ) -> BucketSizeChoice:
     """Plays every candidate through; a pure function of what was measured."""
@@ -191,13 +165,11 @@ def choose_bucket_size(
     candidates: dict[float, Candidate] = {}
     for size in CANDIDATES_MB:
         plans = plan_buckets(tensors, size * MIB)
-        timeline = overlap_timeline(
+        exposed_s = overlap_timeline(
             [max(arrivals_s[slot.tensor] for slot in plan.slots) for plan in plans],
-            [slowdown * cost.fit.time_s(plan.message_bytes(reduction_dtype)) for plan in plans],
+            [cost.fit.time_s(plan.message_bytes(reduction_dtype)) for plan in plans],
             backward_s,
-        )
-        # When backward is over, what is left goes at the full rate.
-        exposed_s = timeline.exposed_s / slowdown
+        ).exposed_s
         candidates[size] = Candidate(
             num_buckets=len(plans),
             exposed_s=exposed_s,
@@ -209,7 +181,6 @@ def choose_bucket_size(
     return BucketSizeChoice(
         bucket_size_mb=best,
         backward_s=backward_s,
-        slowdown=slowdown,
         call_s=cost.fit.segments[0].latency_s.value,
         bytes_per_s=None if last.bytes_per_s is None else last.bytes_per_s.value,
         start_s=cost.start_s,

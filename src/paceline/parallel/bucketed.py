@@ -74,10 +74,9 @@ class BucketedDataParallel(DataParallel):
         """Takes in a step, and chooses when enough have been seen."""
         assert self._synchronizer is not None
         arrivals_s = self._synchronizer.arrivals_s()
-        stats = self._synchronizer.stats()
-        if self._tuner is None or stats is None or not arrivals_s:
+        if self._tuner is None or not arrivals_s:
             return
-        self._tuner.observe(arrivals_s, stats)
+        self._tuner.observe(arrivals_s)
         if not self._tuner.has_seen_enough:
             return
         choice = self._tuner.choose([tensor_spec(*named) for named in self._trained()])

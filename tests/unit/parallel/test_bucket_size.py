@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,12 +5,10 @@ from hypothesis import strategies as st
 from paceline.accounting.collective_fit import fit_collective
 from paceline.accounting.overlap import overlap_timeline
 from paceline.core.units import MIB
-from paceline.parallel.backward_run import BucketStats, SynchronizationStats
 from paceline.parallel.bucket_size import (
     CANDIDATES_MB,
     GroupCost,
     choose_bucket_size,
-    find_slowdown,
 )
 from paceline.parallel.buckets import TensorSpec, plan_buckets
 
@@ -74,32 +71,3 @@ def test_the_choice_explains_itself() -> None:
     text = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(1e-3, 1e8)).explain()
     for part in ("buckets of ", "backward takes 500 ms", "1.00 ms", "100 MB/s", "25 MiB"):
         assert part in text, text
-
-
-def test_the_slowdown_is_that_of_messages_that_ended_before_backward() -> None:
-    fit = _cost(0.0, 1e6).fit
-
-    def bucket(launch_s: float, finish_s: float) -> BucketStats:
-        return BucketStats(
-            num_bytes=100_000, num_parameters=1, launch_s=launch_s, finish_s=finish_s
-        )
-
-    # 0.1 s alone: the first takes 0.15 s, the second waits for it and takes 0.25 s; the third ends
-    # after backward and does not count.
-    buckets = (bucket(0.0, 0.15), bucket(0.1, 0.4), bucket(0.5, 1.2))
-    stats = SynchronizationStats(buckets=buckets, backward_s=1.0, exposed_wait_s=0.2)
-    assert find_slowdown(stats, fit) == pytest.approx(2.0)
-    late = SynchronizationStats(buckets=buckets[2:], backward_s=1.0, exposed_wait_s=0.2)
-    assert find_slowdown(late, fit) == 1.0
-
-
-def test_slower_messages_beside_backward_make_the_end_longer() -> None:
-    cost = _cost(1e-3, 3e8)
-    free, slowed = (
-        choose_bucket_size(_tensors(), _arrivals(0.6), cost, slowdown=slowdown)
-        for slowdown in (1.0, 1.5)
-    )
-    for size in CANDIDATES_MB:
-        assert slowed.candidates[size].exposed_s >= 0.99 * free.candidates[size].exposed_s
-    # 128 MiB take 0.45 s alone and 0.67 s beside a backward of 0.6 s, which they then outlast.
-    assert slowed.candidates[4].exposed_s > 2 * free.candidates[4].exposed_s
