@@ -515,9 +515,8 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
         BucketedDataParallel(nn.Linear(2, 2))
 
 
-def _broken_off(rank: int, world_size: int) -> str:
-    """All ranks fail alike in the midst of backward, before anything was sent, and go on."""
-    ours, oracle = make_pair(rank, "layered", "one_bucket")
+def _break_off(ours: nn.Module, rank: int) -> None:
+    """Lets a backward pass fail when it reaches the first layer."""
 
     def fail(_gradient: torch.Tensor) -> None:
         raise ValueError("in the midst")
@@ -526,6 +525,12 @@ def _broken_off(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="in the midst"):
         loss_of(ours(data(0, rank), rank)).backward()
     handle.remove()
+
+
+def _broken_off(rank: int, world_size: int) -> str:
+    """All ranks fail alike in the midst of backward, before anything was sent, and go on."""
+    ours, oracle = make_pair(rank, "layered", "one_bucket")
+    _break_off(ours, rank)
     ours.zero_grad()
     loss_of(ours(data(1, rank), rank)).backward()
     oracle_backward(oracle, 1, world_size)
@@ -539,14 +544,7 @@ def test_a_backward_that_broke_off_before_sending_can_be_repeated(rank_pool: Poo
 
 def _broken_off_while_sending(rank: int, _world_size: int) -> None:
     ours, _ = make_pair(rank, "layered", "overlapped")
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise ValueError("in the midst")
-
-    handle = ours.module.first.weight.register_hook(fail)
-    with pytest.raises(ValueError, match="in the midst"):
-        loss_of(ours(data(0, rank), rank)).backward()
-    handle.remove()
+    _break_off(ours, rank)
     loss_of(ours(data(1, rank), rank)).backward()
 
 

@@ -12,6 +12,10 @@ from paceline.records import Record
 from paceline.records.store import decode_record
 
 BIN = pathlib.Path(sys.executable).parent
+TORCHRUN = [
+    *(str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"),
+    *("-m", "paceline"),
+]
 SMALL = ["bench", "comm", "--sizes", "10KB", "1MB", "--steps", "3", "--device", "cpu", "--json"]
 
 
@@ -26,6 +30,15 @@ def run(*command: str, cwd: pathlib.Path) -> list[Record]:
     )
     assert result.returncode == 0, result.stderr
     return [decode_record(line.encode()) for line in result.stdout.splitlines()]
+
+
+def require_lab() -> None:
+    """Skips a test where the machine cannot make hosts with shaped links, and says why."""
+    try:
+        with hosts(1, LinkShape(rate_bits_per_s=1e9)):
+            pass
+    except LabError as error:
+        pytest.skip(str(error))
 
 
 def by_kind(records: list[Record], kind: str) -> list[Record]:
@@ -49,18 +62,13 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
 
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
-    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    records = run(*torchrun, "-m", "paceline", *SMALL, cwd=tmp_path)
+    records = run(*TORCHRUN, *SMALL, cwd=tmp_path)
     assert len(by_kind(records, "comm")) == 2
     assert all(record.case["world_size"] == 2 for record in records)
 
 
 def test_in_the_lab_every_record_knows_its_link(tmp_path: pathlib.Path) -> None:
-    try:
-        with hosts(1, LinkShape(rate_bits_per_s=1e9)):
-            pass
-    except LabError as error:
-        pytest.skip(str(error))
+    require_lab()
     lab = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--rate", "500mbit", "--"]
     records = run(*lab, str(BIN / "paceline"), *SMALL, cwd=tmp_path)
     assert len(by_kind(records, "comm")) == 2

@@ -2,10 +2,7 @@
 
 import pathlib
 
-import pytest
-
-from paceline.lab import LabError, LinkShape, hosts
-from tests.end_to_end.test_communication import BIN, by_kind, run
+from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, require_lab, run
 
 SMALL = [
     *("bench", "ddp", "--model", "bytes-34M", "--num-layers", "1", "--d-model", "64"),
@@ -50,18 +47,13 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
 
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
-    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    records = run(*torchrun, "-m", "paceline", *SMALL, cwd=tmp_path)
+    records = run(*TORCHRUN, *SMALL, cwd=tmp_path)
     assert len(by_kind(records, "ddp")) == 2
     assert all(record.case["world_size"] == 2 for record in records)
 
 
 def test_in_the_lab_every_record_knows_its_link(tmp_path: pathlib.Path) -> None:
-    try:
-        with hosts(1, LinkShape(rate_bits_per_s=1e9)):
-            pass
-    except LabError as error:
-        pytest.skip(str(error))
+    require_lab()
     lab = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--rate", "100mbit", "--"]
     flat = ["--strategies", "none", "flat"]
     records = run(*lab, str(BIN / "paceline"), *SMALL, *flat, cwd=tmp_path)

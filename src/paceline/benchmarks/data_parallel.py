@@ -12,12 +12,10 @@ waits least after its last gradient: the others also wait for that rank to compu
 import dataclasses
 import random
 import time
-import weakref
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.benchmarks.config import DataParallelCase, Variant
 from paceline.benchmarks.memory import step_peaks, storage_bytes
@@ -26,6 +24,7 @@ from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.bucketed import BucketedDataParallel
 from paceline.parallel.clocks import Moment, now, seconds_between, synchronize
 from paceline.parallel.collectives import reduce_numbers
+from paceline.parallel.hooks import when_complete
 from paceline.parallel.strategies import apply_strategy, message_sizes
 
 STEP = "step_time_s"
@@ -43,9 +42,8 @@ class DataParallelStep(TrainingStep):
 
         def wrap(module: nn.Module) -> nn.Module:
             # Registered before any strategy's own, so that the moment is that of the gradient.
-            note = _weak_hook(weakref.ref(self))
             for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                when_complete(parameter, self, DataParallelStep.note_gradient)
             return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
 
         super().__init__(
@@ -115,15 +113,6 @@ class DataParallelStep(TrainingStep):
             work.wait()
         synchronize(self.device)
         return time.perf_counter() - began
-
-
-def _weak_hook(step: "weakref.ref[DataParallelStep]") -> Callable[[Tensor], None]:
-    # A parameter holds its hooks: were they to hold the step, neither would ever be freed.
-    def note(_parameter: Tensor) -> None:
-        if (alive := step()) is not None:
-            alive.note_gradient()
-
-    return note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -130,8 +130,13 @@ def _records(
         return communication_records(subject.sweep)
 
     if isinstance(subject, DataParallelCommand):
+        import logging
+
         from paceline.benchmarks.data_parallel_sweep import data_parallel_records
 
+        # Of the benchmarks alone: under a launcher the container on this rank says the same.
+        logging.basicConfig(format="paceline: %(message)s")
+        logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
         return data_parallel_records(subject.sweep, on_progress)
 
     from paceline.benchmarks.sweep import attention_records, step_records

@@ -6,7 +6,6 @@ Nothing here, nor in any module that it imports, may load torch or numpy: a verb
 are needed to parse its flags, its work is not.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ _PARSING = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs its verb, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    logging.basicConfig(format="paceline: %(message)s")
-    logging.getLogger("paceline").setLevel(logging.INFO)
     if arguments == ["--version"]:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0

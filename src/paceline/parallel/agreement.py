@@ -96,10 +96,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
     specs = [tensor_spec(str(index), tensor) for index, tensor in enumerate(chosen)]
     for plan in plan_buckets(specs, _BROADCAST_BYTES):
         flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
-        views = [
-            view_like(chosen[slot.tensor], flat[slot.offset : slot.offset + slot.num_elements])
-            for slot in plan.slots
-        ]
+        views = [view_like(chosen[slot.tensor], slot.piece_of(flat)) for slot in plan.slots]
         for slot, view in zip(plan.slots, views, strict=True):
             view.copy_(chosen[slot.tensor])
         # As bytes: a backend need not know the dtype to pass it on.

@@ -4,10 +4,19 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.clocks import Moment, seconds_between
+
+OUTSIDE_BACKWARD = -1
+"""What `current_pass` returns where no backward pass is going on."""
+
+
+def current_pass() -> int:
+    """Returns the autograd engine's number for the innermost backward pass that is going on."""
+    return torch._C._current_graph_task_id()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

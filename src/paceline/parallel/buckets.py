@@ -49,6 +49,10 @@ class Slot(NamedTuple):
     offset: int
     num_elements: int
 
+    def piece_of(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor's elements in a bucket's buffer, flat."""
+        return buffer[self.offset : self.offset + self.num_elements]
+
 
 class BucketPlan(NamedTuple):
     """One bucket: its tensors in the order in which backward reaches them."""
@@ -157,7 +161,7 @@ class Bucket:
             self.buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots
         ]
         self.views = [
-            view_like(parameter, self.buffer[slot.offset : slot.offset + slot.num_elements])
+            view_like(parameter, slot.piece_of(self.buffer))
             for slot, parameter in zip(plan.slots, self.parameters, strict=True)
         ]
 
@@ -193,8 +197,7 @@ class Bucket:
         if gradient.data_ptr() == self._addresses[position]:
             return False
         if gradient is self.views[position]:
-            piece = self.buffer[slot.offset : slot.offset + slot.num_elements]
-            self.views[position] = view_like(parameter, piece)
+            self.views[position] = view_like(parameter, slot.piece_of(self.buffer))
         torch.mul(gradient, scale, out=self.views[position])
         parameter.grad = self.views[position]
         return True

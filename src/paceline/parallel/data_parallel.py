@@ -22,12 +22,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline.core.errors import UsageError
 from paceline.parallel.agreement import broadcast_tensors, require_same_model
-from paceline.parallel.backward_run import SynchronizationStats
+from paceline.parallel.backward_run import (
+    OUTSIDE_BACKWARD,
+    SynchronizationStats,
+    current_pass,
+)
 from paceline.parallel.buckets import plan_buckets, tensor_spec
 from paceline.parallel.settings import Intent, Launch, Settings
 from paceline.parallel.synchronization import GradientSynchronizer
-
-_OUTSIDE_BACKWARD = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +198,7 @@ class DataParallel(nn.Module):
         assert self._synchronizer is not None
         intent = self._intent
         intent.forward_synchronizes = intent.synchronize
-        if torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD:
+        if current_pass() != OUTSIDE_BACKWARD:
             return self._synchronizer  # A checkpoint computes this pass a second time.
         self._synchronizer.forget_broken_pass()
         if intent.synchronize and self.training:

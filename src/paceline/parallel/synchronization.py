@@ -18,11 +18,9 @@ A pass that completes no parameter, as for gradients of the input alone, sends n
 
 Backward passes inside backward (reentrant checkpointing) may complete the same parameter several
 times, so what arrives from one is sent only in phase 3.
-
-A parameter holds its hooks and these must not hold the parameter, or neither would ever be freed:
-they reach the synchroniser through a weak reference.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -34,14 +32,18 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import PacelineError
-from paceline.parallel.backward_run import BackwardRun, SynchronizationStats
+from paceline.parallel.backward_run import (
+    OUTSIDE_BACKWARD,
+    BackwardRun,
+    SynchronizationStats,
+    current_pass,
+)
 from paceline.parallel.buckets import Bucket, BucketPlan, GradientError
 from paceline.parallel.clocks import Moment, now, seconds_between
+from paceline.parallel.hooks import when_complete
 from paceline.parallel.overlap_watch import OverlapWatch
 from paceline.parallel.process_group import collective_error
 from paceline.parallel.settings import Intent, Launch, Settings
-
-_NO_TASK = -1
 
 _owners: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
 """Who averages a parameter's gradients: weak on both sides."""
@@ -104,8 +106,8 @@ class GradientSynchronizer:
         """Called when a pass was synchronised, on all ranks."""
         handles = []
         for index, parameter in enumerate(parameters):
-            hook = _weak_hook(weakref.ref(self), index)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            tell = functools.partial(GradientSynchronizer.take, index=index)
+            handles.append(when_complete(parameter, self, tell))
             _owners[parameter] = weakref.ref(self)
         self._remove_hooks = weakref.finalize(self, _remove_all, handles)
 
@@ -152,12 +154,12 @@ class GradientSynchronizer:
 
     def begin(self, *, average: bool) -> None:
         """Begins a run for the backward pass that is going on, unless it has begun."""
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         if self._run is None:
             self._run = BackwardRun(
                 task=task, num_buckets=len(self.buckets), started=now(self._settings.device)
             )
-            if task != _NO_TASK:
+            if task != OUTSIDE_BACKWARD:
                 Variable._execution_engine.queue_callback(self.finish)
         elif self._run.task != task:
             raise SynchronizationError(
@@ -212,6 +214,7 @@ class GradientSynchronizer:
             for index in range(len(self._parameters))
         ]
 
+    @torch.no_grad()
     def take(self, index: int) -> None:
         """Takes in a gradient that a backward pass has completed."""
         if self._run is None:
@@ -229,7 +232,7 @@ class GradientSynchronizer:
                 "had been taken for complete: it is used inside and outside of a reentrant "
                 "checkpoint; use checkpoint(..., use_reentrant=False)"
             )
-        nested = torch._C._current_graph_task_id() != run.task
+        nested = current_pass() != run.task
         if run.share is None:
             bucket.take(position, 1.0, name)
             return
@@ -348,17 +351,6 @@ class GradientSynchronizer:
             for position in missing:
                 if presence[position]:
                     bucket.parameters[position].grad = bucket.views[position]
-
-
-def _weak_hook(
-    synchronizer: "weakref.ref[GradientSynchronizer]", index: int
-) -> Callable[[Tensor], None]:
-    def hook(_parameter: Tensor) -> None:
-        if (alive := synchronizer()) is not None:
-            with torch.no_grad():
-                alive.take(index)
-
-    return hook
 
 
 def _remove_all(handles: Sequence[RemovableHandle]) -> None:

@@ -1,0 +1,28 @@
+"""Being told when a parameter's gradient is complete, without keeping anything alive.
+
+A parameter holds its hooks, in a place that Python's garbage collector does not see. Were a hook to
+hold whatever holds the parameter, neither would ever be freed.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+Owner = TypeVar("Owner")
+
+
+def when_complete(
+    parameter: Tensor, owner: Owner, tell: Callable[[Owner], None]
+) -> RemovableHandle:
+    """Calls ``tell(owner)`` after each gradient of a parameter, as long as the owner lives."""
+    reference = weakref.ref(owner)
+
+    def hook(_parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            tell(alive)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
