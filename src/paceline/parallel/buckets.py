@@ -4,9 +4,10 @@ The plan is a pure function of the parameters and the cap, so every rank arrives
 on every run and after every restart. Parameters are taken in reverse order, because backward
 reaches the last layers first. A bucket holds one dtype on one device; a parameter larger than the
 cap has a bucket of its own. Of each dtype and device, the first and the last bucket are small, and
-sizes double from there up to the cap: at the beginning, so that communication starts early; towards
-the end, so that each bucket has gone when the next is ready, and only the last, which can start no
-sooner than backward ends, is left to wait for.
+sizes grow by half from there up to the cap: at the beginning, so that communication starts early;
+towards the end, so that each bucket has gone when the next is ready, and only the last, which can
+start no sooner than backward ends, is left to wait for. With that growth each bucket has gone in
+time where backward takes at least 1.5 times as long as communication.
 
 A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
 has a gradient for it. Summed over the ranks with everything else, they tell without a further
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from paceline.core.errors import PacelineError
 
 EDGE_BYTES = 2**20
-"""What the first and the last bucket may hold."""
+"""With so much, the first and the last bucket are full."""
+
+_GROWTH = 1.5
 
 _ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
 
@@ -104,22 +107,24 @@ def _divide(
 
 
 def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:
-    """Returns the lengths of groups that may each hold twice as much as the one before.
+    """Returns the lengths of groups that are full with half as much again as the one before.
 
-    With `stop_at_cap`, what would come after the groups that are smaller than the cap is left.
+    None holds more than the cap, unless it holds a single tensor. With `stop_at_cap`, what would
+    come after the groups that are smaller than the cap is left.
     """
     lengths: list[int] = []
-    limit = min(EDGE_BYTES, cap_bytes)
+    enough = min(EDGE_BYTES, cap_bytes)
     length = num_bytes = 0
-    for size in sizes:
-        if length and num_bytes + size > limit:
-            lengths.append(length)
-            length = num_bytes = 0
-            limit = min(2 * limit, cap_bytes)
-            if stop_at_cap and limit == cap_bytes:
-                return lengths
+    for index, size in enumerate(sizes):
         length += 1
         num_bytes += size
+        next_size = sizes[index + 1] if index + 1 < len(sizes) else 0
+        if num_bytes >= enough or num_bytes + next_size > cap_bytes:
+            lengths.append(length)
+            length = num_bytes = 0
+            enough = min(_GROWTH * enough, cap_bytes)
+            if stop_at_cap and enough == cap_bytes:
+                return lengths
     return [*lengths, length] if length else lengths
 
 

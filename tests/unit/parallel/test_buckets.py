@@ -74,14 +74,18 @@ def _plan_sizes(sizes_mib: list[float], cap_mib: float | None) -> list[list[int]
 @pytest.mark.parametrize(
     ("sizes_mib", "cap_mib", "expected"),
     [
-        # The first and the last bucket are small, those between are full.
-        ([0.5] * 12, 2, [[11, 10], [9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]),
+        # The first and the last bucket are small, and so is what is left in the midst.
+        ([0.5] * 12, 2, [[11, 10], [9, 8, 7], [6, 5], [4, 3, 2], [1, 0]]),
         # The last tensor to become ready is larger than a small bucket: alone.
         ([3, 1, 1, 1, 0.5, 0.25], 25, [[5, 4, 3], [2, 1], [0]]),
-        # Towards both ends sizes double: 1, 2, 4 ... 4, 2, 1.
-        ([1] * 18, 4, [[17], [16, 15], [14, 13, 12, 11], [10, 9, 8, 7], [6, 5, 4, 3], [2, 1], [0]]),
+        # From both ends sizes grow: enough is 1, 1.5, 2.25, 3.375 and then the cap.
+        (
+            [1] * 18,
+            4,
+            [[17], [16, 15], [14, 13, 12], [11, 10], [9, 8, 7, 6], [5, 4, 3], [2, 1], [0]],
+        ),
         # A tensor over the cap is alone in the midst too.
-        ([0.5, 1, 9, 1, 1], 4, [[4], [3], [2], [1], [0]]),
+        ([0.5, 1, 9, 1, 1], 4, [[4, 3], [2], [1, 0]]),
         ([1, 2, 3], None, [[2, 1, 0]]),
         ([1, 2, 3], 0, [[2], [1], [0]]),
         ([], 5, []),
