@@ -11,10 +11,13 @@ import sys
 from paceline.core import known_devices
 from paceline.core.units import GB, format_decimal
 from paceline.records import Record, RecordStore, latest_per_case
+from paceline.records.kinds import PREDICTION
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import draw
 from paceline.reports.tables import View, records_table, render_markdown
 from paceline.reports.timeline import plot_designs
+
+_EXPOSED = "exposed_communication_s"
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -35,6 +38,13 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "communication-loopback": ("communication-loopback", "comm", "time"),
     "communication-loopback-fit": ("communication-loopback", "collective_fit", "time"),
     "communication-overhead": ("communication-overhead", "comparison", "time"),
+    "ddp-2gbit": ("ddp-2gbit", "ddp", "time"),
+    "ddp-memory": ("ddp-2gbit", "ddp", "memory"),
+    "ddp-1gbit": ("ddp-1gbit", "ddp", "time"),
+    "ddp-200mbit": ("ddp-200mbit", "ddp", "time"),
+    "ddp-unshaped": ("ddp-unshaped", "ddp", "time"),
+    "ddp-loopback": ("ddp-loopback", "ddp", "time"),
+    "ddp-compile": ("ddp-compile", "ddp", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
@@ -46,6 +56,8 @@ PICTURE_SOURCES = {
     "attention-memory": ("attention-naive", "attention-memory"),
     "communication-lab": ("communication-lab", "communication"),
     "communication-loopback": ("communication-loopback", "communication"),
+    "ddp-2gbit": ("ddp-2gbit", "strategies"),
+    "ddp-bucket-size": ("ddp-2gbit", "bucket-size"),
 }
 
 # Pictures that show how something works, from no record.
@@ -92,6 +104,26 @@ def hardware_tables() -> str:
     return "\n".join([*lines, "", "### Where each figure is stated", "", *sources]) + "\n"
 
 
+def predictions(store: str) -> str:
+    """Returns what an automatic bucket size expected of each size, beside what was measured."""
+    measured = {
+        record.case["bucket_size_mb"]: record.metrics[_EXPOSED].value
+        for record in read(store)
+        if record.kind == "ddp" and record.case["strategy"] == "bucketed"
+    }
+    headers = ("bucket size", "messages", "predicted exposed (ms)", "measured exposed (ms)")
+    lines = [f"| {' | '.join(headers)} |", f"| {' | '.join('---' for _ in headers)} |"]
+    for record in read(store):
+        if record.kind == PREDICTION:
+            size = record.case["bucket_size_mb"]
+            seen = f"{measured[size] * 1e3:.1f}" if size in measured else "-"
+            lines.append(
+                f"| {size:g} MiB | {record.metrics['num_messages'].value:.0f} "
+                f"| {record.metrics[_EXPOSED].value * 1e3:.1f} | {seen} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
@@ -100,7 +132,7 @@ def tables() -> dict[str, str]:
         )
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
-    return {**made, "hardware.md": hardware_tables()}
+    return {**made, "hardware.md": hardware_tables(), "ddp-predicted.md": predictions("ddp-2gbit")}
 
 
 def main() -> int:
