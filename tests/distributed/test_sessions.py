@@ -365,3 +365,25 @@ def test_a_pulled_cable_ends_every_rank_in_time(tmp_path: pathlib.Path) -> None:
             assert process.returncode != 0
             assert f"rank {rank}: all_reduce of 20 MB failed" in error
         assert time.monotonic() - pulled < 8 + 5
+
+
+_TRAINS = """
+import os, sys, torch
+from torch import nn
+from paceline.parallel import NaiveDataParallel, distributed_session
+
+with distributed_session(ranks_per_host=2):
+    model = NaiveDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+sys.exit(len(os.listdir("/proc/self/task")) - 1)
+"""
+
+
+def test_a_session_that_is_over_leaves_no_threads(tmp_path: pathlib.Path) -> None:
+    # A thread of gloo that meets the end of the interpreter aborts the process, now and then.
+    script = tmp_path / "trains.py"
+    script.write_text(_TRAINS)
+    result = _run(PYTHON, str(script))
+    assert result.returncode == 0, result.stderr

@@ -22,6 +22,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+
+# Whatever group exists when this is imported becomes a default argument in it. torch imports it
+# with the first optimizer; by then the session's group would be there, and it and its threads would
+# never end: when one of them meets the end of the interpreter, the process aborts.
+import torch.distributed.nn.functional
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import PacelineError, UsageError
