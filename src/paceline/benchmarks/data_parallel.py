@@ -20,6 +20,8 @@ from torch import nn
 from paceline.benchmarks.config import DataParallelCase, Variant
 from paceline.benchmarks.memory import step_peaks, storage_bytes
 from paceline.benchmarks.step import TrainingStep
+from paceline.core.ranges import step_range
+from paceline.kernels.named_range import named_range
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.bucketed import BucketedDataParallel
 from paceline.parallel.clocks import Moment, now, seconds_between, synchronize
@@ -50,6 +52,7 @@ class DataParallelStep(TrainingStep):
             case.step, device, wrap=wrap, data_seed=dist.get_rank() + 1, fused_optimizer=True
         )
         self.strategy = variant.strategy
+        self.range_name = step_range(variant.label)
 
     def note_gradient(self) -> None:
         """Notes when a gradient is complete."""
@@ -59,6 +62,10 @@ class DataParallelStep(TrainingStep):
         """Runs one step on this rank; the ranks begin together."""
         dist.barrier()
         synchronize(self.device)
+        with named_range(self.range_name):
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
         moments = [now(self.device)]
         loss = self.forward()
         moments.append(now(self.device))
@@ -183,13 +190,18 @@ def prepare(device: torch.device, case: DataParallelCase) -> None:
     _current.append(Comparison(case, device))
 
 
+def current() -> Comparison:
+    """Returns what was prepared on this rank."""
+    return _current[0]
+
+
 def run_round(_device: torch.device, measured: bool) -> float:
     """Runs one round of what was prepared."""
-    return _current[0].run_round(measured=measured)
+    return current().run_round(measured=measured)
 
 
 def collect(_device: torch.device) -> list[VariantResult]:
     """Ends what was prepared and returns its results."""
-    results = _current[0].results()
+    results = current().results()
     _current.clear()
     return results

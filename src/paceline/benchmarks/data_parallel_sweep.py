@@ -30,7 +30,16 @@ _GRACE_S = 600.0
 
 def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures every model under all strategies; yields records on rank 0 only."""
-    groups = measuring_ranks(
+    for ranks in data_parallel_groups(sweep):
+        for case in sweep.cases():
+            for record in _records_of(sweep, case, ranks, on_progress):
+                if ranks.is_first:
+                    yield record
+
+
+def data_parallel_groups(sweep: DataParallelSweep) -> Iterator[MeasuringRanks]:
+    """Yields the group of ranks that a sweep asks for."""
+    return measuring_ranks(
         world_sizes=() if sweep.world_size is None else (sweep.world_size,),
         default=(_DEFAULT_WORLD_SIZE,),
         flag="--world-size",
@@ -38,11 +47,6 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
         timeout_s=sweep.timeout_s,
         run_timeout_s=sweep.timeout_s + _GRACE_S,
     )
-    for ranks in groups:
-        for case in sweep.cases():
-            for record in _records_of(sweep, case, ranks, on_progress):
-                if ranks.is_first:
-                    yield record
 
 
 def _records_of(
@@ -61,7 +65,7 @@ def _records_of(
     for index, variant in enumerate(case.variants):
         yield Record(
             kind="ddp",
-            case=_case_fields(case, variant, ranks),
+            case=case_fields(case, variant, ranks),
             environment=current_environment(),
             metrics={} if results is None else _metrics(results[index], results[0]),
             outcome="ok" if reason is None else "failed",
@@ -90,7 +94,7 @@ def _predictions(
             kind=PREDICTION,
             case={
                 PREDICTS: "ddp",
-                **_case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
+                **case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
             },
             environment=current_environment(),
             metrics={
@@ -135,9 +139,10 @@ def _metrics(result: VariantResult, baseline: VariantResult) -> dict[str, Metric
     return metrics | {name: Metric(value=value) for name, value in result.memory.items()}
 
 
-def _case_fields(
+def case_fields(
     case: DataParallelCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
+    """Returns the case of the record of one strategy."""
     step = step_case_fields(case.step, describe_place(resolve_device(case.step.device)))
     rounds = step.pop("steps")
     del step["phase"]

@@ -27,7 +27,9 @@ from paceline.benchmarks.memory import (
     step_peaks,
     storage_bytes,
 )
+from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
+from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
 from paceline.records.schema import CaseValue, Metric
 
@@ -84,6 +86,7 @@ class TrainingStep:
     def forward(self) -> Tensor:
         """Returns the loss; gradients are recorded only where a backward pass follows."""
         with contextlib.ExitStack() as contexts:
+            contexts.enter_context(named_range(FORWARD))
             contexts.enter_context(torch.set_grad_enabled(self.phase != "forward"))
             if self._autocast_dtype is not None:
                 contexts.enter_context(torch.autocast(self.device.type, self._autocast_dtype))
@@ -91,13 +94,15 @@ class TrainingStep:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates gradients."""
-        torch.autograd.backward(self.scaler.scale(loss))
+        with named_range(BACKWARD):
+            torch.autograd.backward(self.scaler.scale(loss))
 
     def optimizer_step(self) -> None:
         """Updates the parameters and drops the gradients."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        with named_range(OPTIMIZER):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> dict[str, float]:
         """Runs one step and returns the seconds of its phases and of the whole."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 import paceline
-from paceline.cli import bench, environment, lab, report
+from paceline.cli import bench, environment, lab, profile, report
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = "Plan, run and explain the data-parallel training of language models."
@@ -22,6 +22,7 @@ _DESCRIPTION = "Plan, run and explain the data-parallel training of language mod
 Verb = (
     Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
     | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
+    | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
@@ -64,6 +65,8 @@ def _run(command: Verb) -> int:
             return environment.run(command)
         case bench.BenchCommand():
             return bench.run(command)
+        case profile.ProfileCommand():
+            return profile.run(command)
         case lab.LabCommand():
             return lab.run(command)
         case report.ReportCommand():

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,3 +86,24 @@ def case_progress(num_cases: int) -> Iterator[CaseProgress]:
         transient=True,
     ) as bar:
         yield CaseProgress(bar, num_cases)
+
+
+@contextlib.contextmanager
+def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
+    """Shows how much of a file was read, on a terminal; yields what to tell the bytes to."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = stderr_console()
+    # Of a compressed file only the reader knows how long it is.
+    is_plain = path.suffix != ".gz" and path.exists()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(path.name, total=path.stat().st_size if is_plain else None)
+        yield lambda num_bytes: bar.update(task, completed=num_bytes)

@@ -24,6 +24,8 @@ PlotName = Literal[
     "communication",
     "strategies",
     "bucket-size",
+    "memory-timeline",
+    "timelines",
 ]
 
 

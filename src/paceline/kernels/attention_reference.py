@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from paceline.core.ranges import ATTENTION_SCORES, ATTENTION_SOFTMAX, ATTENTION_VALUES
+from paceline.kernels.named_range import named_range
+
 
 def attention_reference(
     query: Float[Tensor, "*batch queries head_dim"],
@@ -19,10 +22,13 @@ def attention_reference(
     causal: bool,
 ) -> Float[Tensor, "*batch queries value_dim"]:
     """Computes softmax(Q Kᵀ / sqrt(d)) V; causal masks align at the first query and key."""
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~visible, float("-inf"))
-    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = torch.softmax(scores, dim=-1, dtype=softmax_dtype)
-    return probabilities.to(value.dtype) @ value
+    with named_range(ATTENTION_SCORES):
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+        if causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~visible, float("-inf"))
+    with named_range(ATTENTION_SOFTMAX):
+        softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = torch.softmax(scores, dim=-1, dtype=softmax_dtype)
+    with named_range(ATTENTION_VALUES):
+        return probabilities.to(value.dtype) @ value

@@ -32,6 +32,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import PacelineError
+from paceline.core.ranges import WAIT, bucket_range
+from paceline.kernels.named_range import named_range
 from paceline.parallel.backward_run import (
     OUTSIDE_BACKWARD,
     BackwardRun,
@@ -268,7 +270,8 @@ class GradientSynchronizer:
         run.message_bytes.append(message.nbytes)
         run.launched.append(now(self._settings.device))
         try:
-            work = dist.all_reduce(message, group=self._settings.group, async_op=True)
+            with named_range(bucket_range(number)):
+                work = dist.all_reduce(message, group=self._settings.group, async_op=True)
             assert work is not None
             run.in_flight.append((message, work))
             if self._side_stream is not None:
@@ -333,7 +336,8 @@ class GradientSynchronizer:
         bucket = self.buckets[number]
         message, work = run.in_flight.popleft()
         try:
-            work.wait()
+            with named_range(WAIT):
+                work.wait()
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error
         if self._side_stream is None and run.num_seen_finished == number:

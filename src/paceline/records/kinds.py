@@ -54,25 +54,35 @@ class Kind:
         return (*self.join_key, *LINK_FIELDS, *self.method)
 
 
+_HOW = (
+    "precision",
+    "float32_matmul_precision",
+    "compile",
+    "activation_checkpointing",
+    "attention",
+    "optimizer",
+)
+_STEP = (*_MODEL, "batch", "context", "phase", *_HOW, *_PLACE)
+_DATA_PARALLEL = (
+    *("strategy", "bucket_size_mb"),
+    *_MODEL,
+    *("batch", "context"),
+    *_HOW,
+    *("world_size", "num_hosts", "backend"),
+    *_PLACE,
+)
+
+
 _KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
+        Kind(name="step", join_key=_STEP, method=("warmup", "steps")),
+        # Memory over one such step, and its largest allocations.
+        Kind(name="memory_timeline", join_key=_STEP, method=("warmup", "steps")),
         Kind(
-            name="step",
-            join_key=(
-                *_MODEL,
-                "batch",
-                "context",
-                "phase",
-                "precision",
-                "float32_matmul_precision",
-                "compile",
-                "activation_checkpointing",
-                "attention",
-                "optimizer",
-                *_PLACE,
-            ),
-            method=("warmup", "steps"),
+            name="allocation",
+            join_key=("subject", "number"),
+            method=("category", "operator", "place"),
         ),
         Kind(
             name="attention",
@@ -107,25 +117,19 @@ _KINDS: dict[str, Kind] = {
         # Training steps under one of several strategies that were measured in turn.
         Kind(
             name="ddp",
-            join_key=(
-                "strategy",
-                "bucket_size_mb",
-                *_MODEL,
-                "batch",
-                "context",
-                "precision",
-                "float32_matmul_precision",
-                "compile",
-                "activation_checkpointing",
-                "attention",
-                "optimizer",
-                "world_size",
-                "num_hosts",
-                "backend",
-                *_PLACE,
-            ),
+            join_key=_DATA_PARALLEL,
             method=("baseline", "warmup", "rounds"),
         ),
+        # Where the time of such steps went on one rank, and one of them in detail.
+        Kind(
+            name="timeline",
+            join_key=(*_DATA_PARALLEL, "rank"),
+            method=("baseline", "warmup", "rounds"),
+        ),
+        # What a trace tells: of the steps of a rank, and of the operators inside of a range.
+        Kind(name="trace_step", join_key=("subject", "rank", "label")),
+        Kind(name="trace_analysis", join_key=("size_bytes", *_PLACE)),
+        Kind(name="operator", join_key=("subject", "range", "work", "operator")),
         Kind(
             name="collective_fit",
             join_key=("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE),

@@ -11,9 +11,9 @@ from paceline.reports.figures import COLORS, GRAY, new_figure
 from paceline.reports.selection import (
     case_number,
     describe_case,
-    field_text,
     split_fields,
     split_series,
+    strategy_text,
 )
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
 
 def _label(record: Record, varying: Sequence[str]) -> str:
     """Names a bar: strategy and bucket size, and whatever else varies."""
-    size = record.case["bucket_size_mb"]
-    name = str(record.case["strategy"])
-    if size is not None:
-        name += f" {field_text('bucket_size_mb', size)}"
+    name = strategy_text(record)
     others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
     return f"{name}, {describe_case(record, others)}" if others else name
 

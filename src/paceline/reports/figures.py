@@ -28,14 +28,18 @@ def new_figure(title: str, records: Sequence[Record]) -> tuple["Figure", "Axes"]
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     axes = figure.subplots()
-    shared, _varying = split_fields(records)
-    subtitle = textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
     figure.suptitle(title, fontweight="bold")
-    axes.set_title(subtitle, fontsize="x-small", color=GRAY)
+    axes.set_title(subtitle(records), fontsize="x-small", color=GRAY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def subtitle(records: Sequence[Record]) -> str:
+    """Returns what the records share, in lines that fit below a title."""
+    shared, _varying = split_fields(records)
+    return textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
 
 
 def save_figure(figure: "Figure", directory: pathlib.Path, name: str) -> list[pathlib.Path]:

@@ -73,6 +73,13 @@ def describe_case(record: Record, varying: Sequence[str], separator: str = ", ")
     )
 
 
+def strategy_text(record: Record) -> str:
+    """Names a strategy with its bucket size, where it has one."""
+    size = record.case["bucket_size_mb"]
+    name = str(record.case["strategy"])
+    return name if size is None else f"{name} {field_text('bucket_size_mb', size)}"
+
+
 def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Record]]:
     """Groups measured records into lines of a picture: all that varies but the x axis.
 

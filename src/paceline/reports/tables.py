@@ -97,18 +97,38 @@ def _time_column(name: str) -> _Column:
     return _Column(header=f"{name} (ms)", metrics=(f"{name}_time_s",), format=_milliseconds)
 
 
+def _number_column(header: str, metric: str, digits: str, *, unit: str = "") -> _Column:
+    return _Column(
+        header=header,
+        metrics=(metric,),
+        format=lambda metrics: f"{metrics[0].value:{digits}}{unit}",
+    )
+
+
 def _bytes_column(header: str, *metrics: str) -> _Column:
     return _Column(header=header, metrics=metrics, format=_largest_bytes)
 
 
+# Where a step went: the first columns add up to it.
+_STEP_PARTS = (
+    *(
+        _Column(header=f"{header} (ms)", metrics=(metric,), format=_milliseconds)
+        for header, metric in (
+            ("compute", "compute_s"),
+            ("contention", "contention_s"),
+            ("exposed", "exposed_communication_s"),
+            ("idle", "idle_s"),
+            ("step", "step_time_s"),
+            ("hidden", "overlapped_communication_s"),
+            ("exposed, as reported", "reported_exposed_s"),
+        )
+    ),
+)
+
 _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
     ("step", "time"): (
         *(_time_column(name) for name in ("forward", "backward", "optimizer", "step")),
-        _Column(
-            header="tokens/s",
-            metrics=("tokens_per_s",),
-            format=lambda metrics: f"{metrics[0].value:,.0f}",
-        ),
+        _number_column("tokens/s", "tokens_per_s", ",.0f"),
         _Column(
             header="FLOP/s",
             metrics=("model_flops_per_s",),
@@ -147,15 +167,36 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
         *(_time_column(name) for name in ("forward", "backward")),
         _Column(header="exposed (ms)", metrics=("exposed_communication_s",), format=_milliseconds),
         _Column(header="alone (ms)", metrics=("communication_s",), format=_milliseconds),
-        _Column(
-            header="messages",
-            metrics=("num_messages",),
-            format=lambda metrics: f"{metrics[0].value:.0f}",
+        _number_column("messages", "num_messages", ".0f"),
+        _number_column("chosen", "chosen_bucket_size_mb", "g", unit=" MiB"),
+    ),
+    ("timeline", "time"): _STEP_PARTS,
+    ("trace_step", "time"): _STEP_PARTS,
+    ("allocation", "time"): (
+        _bytes_column("size of each", "size_bytes"),
+        _number_column("times", "num_allocations", ".0f"),
+    ),
+    ("memory_timeline", "time"): (
+        _bytes_column("peak", "peak_bytes"),
+        *(
+            _bytes_column(f"{name.replace('_', ' ')} then", f"{name}_at_peak_bytes")
+            for name in ("parameters", "optimizer_state", "gradients", "activations", "temporary")
         ),
+    ),
+    ("trace_analysis", "time"): (
+        _number_column("time (s)", "time_s", ".1f"),
+        _rate_column("speed", "bytes_per_s"),
+        _bytes_column("resident peak", "resident_peak_bytes"),
+        _number_column("events", "num_events", ",.0f"),
+    ),
+    ("operator", "time"): (
+        _Column(header="own time (ms)", metrics=("own_time_s",), format=_milliseconds),
+        _Column(header="share", metrics=("share",), format=_percentages),
+        _number_column("calls", "num_calls", ".4g"),
         _Column(
-            header="chosen",
-            metrics=("chosen_bucket_size_mb",),
-            format=lambda metrics: f"{metrics[0].value:g} MiB",
+            header="matmul FLOPs",
+            metrics=("flops",),
+            format=lambda metrics: format_decimal(metrics[0].value, ""),
         ),
     ),
     ("ddp", "memory"): (

@@ -1,1 +1,1 @@
-"""What the profiler saw: memory over time."""
+"""Where a step's time and memory go: traces recorded, merged, read and analysed."""

@@ -107,3 +107,52 @@ def communication_record(size_bytes: int, world_size: int, **case: Any) -> Recor
     }
     case = {"operation": "all_reduce", "size_bytes": size_bytes, "world_size": world_size, **case}
     return _record("comm", case, metrics, "ok")
+
+
+def timeline_record(strategy: str, rank: int, *, exposed_s: float) -> Record:
+    """A step of 0.1 s of forward, 0.2 of backward, a wait, and 0.02 of the optimizer."""
+    samples = {
+        "compute_start_s": (0.0, 0.3 + exposed_s),
+        "compute_end_s": (0.3, 0.32 + exposed_s),
+        "message_start_s": (0.2, 0.28),
+        "message_end_s": (0.28, 0.3 + exposed_s),
+        "forward_start_s": (0.0,),
+        "forward_end_s": (0.1,),
+        "backward_start_s": (0.1,),
+        "backward_end_s": (0.3 + exposed_s,),
+        "optimizer_start_s": (0.3 + exposed_s,),
+        "optimizer_end_s": (0.32 + exposed_s,),
+        "drawn_step_s": (0.32 + exposed_s,),
+        "drawn_exposed_s": (exposed_s,),
+        "step_time_s": (0.32 + exposed_s, 0.5),
+        "exposed_communication_s": (exposed_s,),
+    }
+    case = {"strategy": strategy, "bucket_size_mb": None, "model": "small", "rank": rank}
+    metrics = {name: Metric.from_samples(values) for name, values in samples.items()}
+    return _record("timeline", case, metrics, "ok")
+
+
+def timeline_prediction(strategy: str, exposed_s: float) -> Record:
+    measured = timeline_record(strategy, 0, exposed_s=exposed_s)
+    kept = ("message_start_s", "message_end_s", "exposed_communication_s")
+    return Record(
+        kind="prediction",
+        case={"predicts": "timeline", **measured.case},
+        environment=ENVIRONMENT,
+        metrics={name: measured.metrics[name] for name in kept},
+        outcome="ok",
+    )
+
+
+def memory_record(**case: Any) -> Record:
+    categories = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
+    metrics = {
+        "peak_bytes": Metric(value=6 * 2**20),
+        "time_s": Metric.from_samples([0.0, 0.1, 0.2]),
+        "forward_end_s": Metric(value=0.1),
+        "backward_end_s": Metric(value=0.2),
+    }
+    for category in categories:
+        metrics[f"{category}_bytes"] = Metric.from_samples([2**20, 2**20, 0])
+        metrics[f"{category}_at_peak_bytes"] = Metric(value=2**20)
+    return _record("memory_timeline", {"model": "small", **case}, metrics, "ok")

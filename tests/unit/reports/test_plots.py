@@ -10,7 +10,10 @@ from tests.unit.reports.factory import (
     communication_record,
     data_parallel_prediction,
     data_parallel_record,
+    memory_record,
     step_record,
+    timeline_prediction,
+    timeline_record,
 )
 
 STEPS = [
@@ -39,6 +42,13 @@ DATA_PARALLEL = [
     data_parallel_prediction(1.0, 0.001),
     data_parallel_prediction(25.0, 0.02),
 ]
+TRACED = [
+    *(timeline_record("flat", rank, exposed_s=0.1) for rank in (0, 1)),
+    *(timeline_record("bucketed", rank, exposed_s=0.02) for rank in (0, 1)),
+    timeline_prediction("bucketed", 0.01),
+    memory_record(phase="forward"),
+    memory_record(phase="train"),
+]
 
 
 @pytest.mark.parametrize("name", PLOTS)
@@ -46,7 +56,7 @@ def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathl
     contents = []
     for attempt in ("first", "second"):
         paths = save_figure(
-            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL]),
+            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL, *TRACED]),
             tmp_path / attempt,
             name,
         )
@@ -136,3 +146,21 @@ def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
     # sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes.
     assert balanced.get_xdata()[0] == pytest.approx(2e7 / 2**20)
     assert len(axes.containers) == 2
+
+
+def test_traced_steps_have_lanes_for_every_rank_and_their_exposed_time() -> None:
+    figure = draw("timelines", TRACED)
+    flat, bucketed = figure.axes
+    lanes = ["rank 0 computes", "rank 0 sends", "rank 1 computes", "rank 1 sends"]
+    assert [label.get_text() for label in flat.get_yticklabels()] == lanes
+    assert [label.get_text() for label in bucketed.get_yticklabels()] == [*lanes, "predicted"]
+    assert flat.get_title(loc="left") == "flat: a step of 420 ms"
+    assert "exposed: 100 ms" in {text.get_text().strip() for text in flat.texts}
+    assert "exposed: 20 ms" in {text.get_text().strip() for text in bucketed.texts}
+
+
+def test_memory_is_stacked_on_one_scale() -> None:
+    figure = draw("memory-timeline", TRACED)
+    forward, train = figure.axes
+    assert forward.get_ylim() == train.get_ylim()
+    assert forward.get_title(loc="left") == "forward: peak 6.00 MiB"

@@ -1,0 +1,157 @@
+"""``paceline profile``: see where a step's time and memory go."""
+
+import dataclasses
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.benchmarks.config import DataParallelSweep, StepSweep
+from paceline.cli.output import (
+    OutputOptions,
+    byte_progress,
+    case_progress,
+    print_record,
+    stderr_console,
+    stdout_console,
+)
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.records import Record
+
+_TRACE = "trace.json"
+_STORE = "records.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelCommand:
+    """Trace training steps under several strategies, and draw them on one axis of time.
+
+    Writes the merged trace of all ranks, the records, and the picture as PNG and SVG.
+    """
+
+    out: pathlib.Path
+    """Directory to write to; ranks on several hosts must all see it."""
+    sweep: DataParallelSweep = dataclasses.field(
+        default_factory=lambda: DataParallelSweep(
+            strategies=("naive", "flat", "overlapped", "bucketed"), rounds=5
+        )
+    )
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCommand:
+    """Trace one training step: time by operator, memory by category, and the trace itself."""
+
+    out: pathlib.Path
+    """Directory to write to."""
+    sweep: StepSweep = dataclasses.field(default_factory=lambda: StepSweep(warmup=(3,), steps=3))
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceCommand:
+    """Say where the time of a Chrome trace went: one of Paceline's, or any that torch wrote."""
+
+    trace: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The file, plain or compressed with gzip."""
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileCommand:
+    """See where a step's time and memory go, on any machine."""
+
+    subject: (
+        Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
+        | Annotated[StepCommand, tyro.conf.subcommand("step")]
+        | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
+    )
+
+
+def run(command: ProfileCommand) -> int:
+    """Traces and draws, or analyses a trace that is there."""
+    match command.subject:
+        case DataParallelCommand():
+            return _run_data_parallel(command.subject)
+        case StepCommand():
+            return _run_step(command.subject)
+        case TraceCommand():
+            return _run_trace(command.subject)
+
+
+def _run_data_parallel(command: DataParallelCommand) -> int:
+    from paceline.benchmarks.data_parallel_profile import trace_data_parallel
+
+    command.out.mkdir(parents=True, exist_ok=True)
+    with case_progress(1) as progress:
+        records = trace_data_parallel(command.sweep, command.out / _TRACE, progress.step)
+    if records:  # Only the first rank has any.
+        _write(records, command.out, "timelines", as_json=command.output.json)
+    return 0
+
+
+def _run_step(command: StepCommand) -> int:
+    cases = list(command.sweep.cases())
+    if len(cases) != 1:
+        raise UsageError("one trace is of one case; give every list of the sweep one value")
+
+    from paceline.benchmarks.step_profile import profile_step
+
+    command.out.mkdir(parents=True, exist_ok=True)
+    with case_progress(1) as progress:
+        records = profile_step(cases[0], command.out / _TRACE, progress.step)
+    _write(records, command.out, "memory-timeline", as_json=command.output.json)
+    return 0
+
+
+def _write(records: "list[Record]", out: pathlib.Path, plot: str, *, as_json: bool) -> None:
+    """Keeps the records, draws the picture, and prints."""
+    from paceline.records import RecordStore
+    from paceline.reports.figures import save_figure
+    from paceline.reports.plots import draw
+
+    store = RecordStore(out / _STORE)
+    for record in records:
+        store.append(record)
+    pictures = save_figure(draw(plot, records), out, plot)
+    _print(records, as_json=as_json)
+    if not as_json:
+        sys.stdout.writelines(f"{path}\n" for path in (out / _TRACE, *pictures))
+
+
+def _print(records: "list[Record]", *, as_json: bool) -> None:
+    from paceline.records.kinds import PREDICTION
+    from paceline.reports.tables import records_table, render_rich
+
+    if as_json:
+        for record in records:
+            print_record(record)
+        return
+    for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
+        chosen = [record for record in records if record.kind == kind]
+        stdout_console().print(render_rich(records_table(chosen)))
+
+
+def _run_trace(command: TraceCommand) -> int:
+    from paceline.records.environment import capture_environment
+    from paceline.traces.analysis import analyse_trace
+    from paceline.traces.trace_records import operator_records, step_records
+
+    with byte_progress(command.trace) as advance:
+        analysis = analyse_trace(command.trace, advance)
+    if analysis.is_truncated:
+        stderr_console().print(
+            f"paceline: {command.trace} ends before its trace does; this is what was there"
+        )
+    environment = capture_environment(devices=[], backends=[])
+    subject = command.trace.name
+    records = [
+        *step_records(analysis, subject, environment),
+        *operator_records(analysis, subject, environment),
+    ]
+    _print(records, as_json=command.output.json)
+    return 0

@@ -1,0 +1,66 @@
+"""How far the ranks' clocks are apart.
+
+Ranks under one kernel share a clock. Another host's is compared by exchanging messages, as NTP
+does: the peer's clock is read half way between sending and receiving, and of many exchanges the
+fastest is believed, which is wrong by half its duration at most.
+"""
+
+import pathlib
+import time
+
+import torch
+import torch.distributed as dist
+
+_EXCHANGES = 16
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def clock_offset_ns(num_ranks: int, device: torch.device) -> int:
+    """Returns what to add to this rank's clock for the first rank's; every rank calls it.
+
+    Args:
+        num_ranks: Ranks that need it; for the others it is zero.
+        device: Where messages between ranks lie.
+    """
+    rank = dist.get_rank()
+    kernels: list[str] = [_kernel()]
+    dist.broadcast_object_list(kernels, src=0, device=device)
+    is_same = kernels[0] == _kernel()
+    needs_exchange = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    needs_exchange[rank] = 0 < rank < num_ranks and not is_same
+    dist.all_reduce(needs_exchange)
+    offset = 0
+    for peer in needs_exchange.nonzero().flatten().tolist():
+        if rank == 0:
+            _answer(peer, device)
+        elif rank == peer:
+            offset = _ask(device)
+    return offset
+
+
+def _answer(peer: int, device: torch.device) -> None:
+    for _ in range(_EXCHANGES):
+        clock = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(clock, src=peer)
+        clock.fill_(time.time_ns())
+        dist.send(clock, dst=peer)
+
+
+def _ask(device: torch.device) -> int:
+    exchanges = []
+    for _ in range(_EXCHANGES):
+        clock = torch.zeros(1, dtype=torch.int64, device=device)
+        sent = time.time_ns()
+        dist.send(clock, dst=0)
+        dist.recv(clock, src=0)
+        theirs = int(clock.item())
+        received = time.time_ns()
+        exchanges.append((received - sent, theirs - (sent + received) // 2))
+    return min(exchanges)[1]
+
+
+def _kernel() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return f"unknown, rank {dist.get_rank()}"

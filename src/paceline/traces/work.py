@@ -1,0 +1,103 @@
+"""What an event's name says: which kind of work it is, and how many operations it takes."""
+
+import enum
+import math
+import re
+
+import msgspec
+
+
+class Work(enum.StrEnum):
+    """Kinds of work, as the tables show them."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    SOFTMAX = "softmax"
+    REDUCTION = "reduction"
+    ELEMENTWISE = "elementwise"
+    INDEXING = "indexing"
+    COPY = "copy"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+    OTHER = "other"
+
+
+# The first that is found in the name, in lower case, decides: operators of torch, then kernels.
+_PATTERNS: tuple[tuple[Work, str], ...] = (
+    (Work.COMMUNICATION, r"^(nccl|rccl|gloo:|c10d::|record_param_comms|ncclkernel|mpi:)"),
+    (Work.OPTIMIZER, r"adam|sgd_|multi_tensor_apply|optimizer\.step|lamb_|muon"),
+    (Work.ATTENTION, r"scaled_dot_product|flash_(fwd|bwd|attn|attention)|fmha|attn_(fwd|bwd)"),
+    (Work.SOFTMAX, r"softmax"),
+    (
+        Work.MATMUL,
+        r"aten::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear|einsum|dot|mv|_int_mm|_scaled_mm)\b"
+        r"|gemm|gemv|cutlass|xmma|cublas|wgmma|nvjet|mkldnn_linear",
+    ),
+    (Work.INDEXING, r"index|embedding|gather|scatter|masked_fill|where|nll_loss|one_hot"),
+    (
+        Work.REDUCTION,
+        r"aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|logsumexp|var|all|any|cumsum"
+        r"|native_layer_norm\w*|_fused_rms_norm\w*|rms_norm|layer_norm)\b|reduce|rms_?norm"
+        r"|layer_?norm",
+    ),
+    (
+        Work.COPY,
+        r"memcpy|memset|aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|fill_|zero_|zeros"
+        r"|zeros_like|ones_like|ones|arange)\b|catarray|copy_kernel",
+    ),
+    (
+        Work.ELEMENTWISE,
+        r"aten::(add|sub|mul|div|neg|exp|exp2|log|sqrt|rsqrt|pow|silu|gelu|sigmoid|tanh|relu"
+        r"|silu_backward|gelu_backward|threshold_backward|sigmoid_backward|cos|sin|rsub|reciprocal"
+        r"|clamp|addcmul|addcdiv|lerp|dropout|native_dropout|bitwise_\w+|eq|ne|lt|gt|le|ge|tril"
+        r"|triu|isnan|abs|maximum|minimum|_foreach_\w+)_?\b|elementwise|vectorized",
+    ),
+)
+_COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
+
+
+def work_of(name: str) -> Work:
+    """Returns the kind of an operator or kernel."""
+    lower = name.lower()
+    return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), Work.OTHER)
+
+
+def matmul_flops(name: str, input_dims: bytes) -> int:
+    """Returns what an operator computes, 2 per multiplication and addition; 0 if not a product.
+
+    Args:
+        name: Of an operator of torch.
+        input_dims: The profiler's JSON list of its inputs' shapes.
+    """
+    if name not in _PRODUCT_INPUTS or not input_dims:
+        return 0
+    try:
+        shapes = msgspec.json.decode(input_dims, type=list[list[int]])
+        left, right = (shapes[index] for index in _PRODUCT_INPUTS[name])
+        if name in _ATTENTION_PRODUCTS:
+            # Of every head: products of (length x length x width).
+            flops = _ATTENTION_PRODUCTS[name] * 2 * math.prod(left) * right[-2]
+        else:
+            flops = 2 * math.prod(left) * right[-1]
+    except (msgspec.DecodeError, IndexError, RecursionError):
+        return 0
+    # Shapes that are none, as of a damaged trace, count nothing.
+    return flops if 0 <= flops < _MAX_FLOPS else 0
+
+
+_MAX_FLOPS = 10**18  # A second of the largest machines there are.
+
+# Where the two factors stand among an operator's inputs.
+_PRODUCT_INPUTS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2),
+}
+# Products of scores' size: two in forward, five in backward with one recomputed.
+_ATTENTION_PRODUCTS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 2,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
