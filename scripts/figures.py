@@ -14,7 +14,14 @@ from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import draw
-from paceline.reports.tables import View, records_table, render_markdown
+from paceline.reports.profile_tables import (
+    attention_table,
+    flops_table,
+    memory_table,
+    operator_table,
+    work_table,
+)
+from paceline.reports.tables import Table, View, records_table, render_markdown
 from paceline.reports.timeline import plot_designs
 
 _EXPOSED = "exposed_communication_s"
@@ -45,6 +52,8 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "ddp-unshaped": ("ddp-unshaped", "ddp", "time"),
     "ddp-loopback": ("ddp-loopback", "ddp", "time"),
     "ddp-compile": ("ddp-compile", "ddp", "time"),
+    "profile-ddp": ("profile-ddp", "timeline", "time"),
+    "trace-scale": ("trace-scale", "trace_analysis", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
@@ -58,6 +67,8 @@ PICTURE_SOURCES = {
     "communication-loopback": ("communication-loopback", "communication"),
     "ddp-2gbit": ("ddp-2gbit", "strategies"),
     "ddp-bucket-size": ("ddp-2gbit", "bucket-size"),
+    "profile-timelines": ("profile-ddp", "timelines"),
+    "profile-memory": ("profile-step", "memory-timeline"),
 }
 
 # Pictures that show how something works, from no record.
@@ -124,6 +135,31 @@ def predictions(store: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+# The two steps that are looked into, and what is asked of them.
+FORWARD_ONLY = "small, batch 4, context 256, float32, naive attention, forward"
+TRAINING = "small, batch 4, context 256, float32, naive attention, train"
+
+
+def profile_tables() -> dict[str, Table]:
+    """Returns the tables that answer the courses' questions on a profile."""
+    steps = read("profile-step")
+    largest = [
+        record
+        for record in steps
+        if record.kind == "allocation" and record.case["subject"] == TRAINING
+    ]
+    return {
+        "profile-work-forward": work_table(steps, FORWARD_ONLY),
+        "profile-work-training": work_table(steps, TRAINING),
+        "profile-operators-forward": operator_table(steps, FORWARD_ONLY, "forward"),
+        "profile-operators-backward": operator_table(steps, TRAINING, "backward"),
+        "profile-attention": attention_table(steps, FORWARD_ONLY),
+        "profile-flops": flops_table(steps),
+        "profile-memory": memory_table([*read("profile-memory"), *steps]),
+        "profile-allocations": records_table(largest),
+    }
+
+
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
@@ -132,7 +168,9 @@ def tables() -> dict[str, str]:
         )
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
-    return {**made, "hardware.md": hardware_tables(), "ddp-predicted.md": predictions("ddp-2gbit")}
+    profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
+    others = {"hardware.md": hardware_tables(), "ddp-predicted.md": predictions("ddp-2gbit")}
+    return {**made, **profiled, **others}
 
 
 def main() -> int:
