@@ -44,6 +44,10 @@ def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     assert len(by_kind(records, "prediction")) == 4
     flat = [r for r in timelines if r.case["strategy"] == "flat"]
     assert all(len(r.metrics["message_start_s"].samples) == 1 for r in flat)
+    for record in timelines:
+        # Of messages that are under way together each has its own, so the sum may be more.
+        exposed = record.metrics["message_exposed_s"].samples
+        assert sum(exposed) >= 0.999 * record.metrics["drawn_exposed_s"].value
     assert {path.name for path in out.iterdir()} == {
         "trace.json", "records.jsonl", "timelines.png", "timelines.svg",
     }  # fmt: skip

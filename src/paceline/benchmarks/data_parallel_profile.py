@@ -122,6 +122,7 @@ def _details(step: StepOverlap) -> dict[str, Metric]:
         "compute_end_s": times.computing[:, 1].tolist(),
         "message_start_s": [message.start for message in times.messages],
         "message_end_s": [message.end for message in times.messages],
+        "message_exposed_s": [message.exposed for message in times.messages],
     }
     for phase in (FORWARD, BACKWARD, OPTIMIZER):
         spans = [span for span in times.ranges if span.name == phase]

@@ -92,7 +92,9 @@ class TraceReader(Generic[_Kind]):
         try:
             with self._open() as file:
                 yield from self._lists(file)
-        except (OSError, EOFError, zlib.error) as error:
+        except OSError as error:
+            raise TraceError(f"{self.path}: {error.strerror or error}") from error
+        except (EOFError, zlib.error) as error:
             raise TraceError(f"{self.path}: {error}") from error
 
     def _open(self) -> BinaryIO:
