@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from paceline.records import Record
 from tests.end_to_end.test_communication import BIN, by_kind, require_lab, run
 
 PACELINE = str(BIN / "paceline")
@@ -14,7 +15,7 @@ SMALL = [
 ]
 
 
-def _require_parts(records: list, *, with_report: bool) -> None:
+def _require_parts(records: list[Record]) -> None:
     for record in by_kind(records, "timeline"):
         value = {name: metric.samples for name, metric in record.metrics.items()}
         parts = [
@@ -25,7 +26,7 @@ def _require_parts(records: list, *, with_report: bool) -> None:
         ]
         for whole, *terms in zip(value["step_time_s"], *parts, strict=True):
             assert sum(terms) == pytest.approx(whole, rel=1e-6)
-        if with_report and record.case["rank"] == 0:
+        if record.case["rank"] == 0:
             assert "reported_exposed_s" in value
 
 
@@ -40,7 +41,7 @@ def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
         for strategy in ("naive", "flat", "overlapped", "bucketed")
         for rank in (0, 1)
     ]
-    _require_parts(records, with_report=True)
+    _require_parts(records)
     assert len(by_kind(records, "prediction")) == 4
     flat = [r for r in timelines if r.case["strategy"] == "flat"]
     assert all(len(r.metrics["message_start_s"].samples) == 1 for r in flat)
@@ -63,7 +64,7 @@ def test_profiles_work_in_the_lab(tmp_path: pathlib.Path) -> None:
     lab = [PACELINE, "lab", "run", "--hosts", "2", "--rate", "50mbit", "--", PACELINE]
     arguments = ["--strategies", "flat", "--rounds", "3", "--out", str(tmp_path / "profile")]
     records = run(*lab, "profile", "ddp", *SMALL, *arguments, cwd=tmp_path)
-    _require_parts(records, with_report=True)
+    _require_parts(records)
     (first, _second) = by_kind(records, "timeline")
     assert first.case["link_rate_bits_per_s"] == 50e6
     # At this rate a flat step is mostly waiting, and the trace and the container agree on it.

@@ -352,6 +352,11 @@ class DataParallelSweep:
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
             raise UsageError("--bucket-size-mb must be positive, or auto")
 
+    @property
+    def num_rounds(self) -> int:
+        """Warm-up and measured rounds together."""
+        return self.warmup + self.rounds
+
     def variants(self) -> Iterator[Variant]:
         """Yields every strategy with every bucket size that applies to it."""
         for strategy in self.strategies:

@@ -15,8 +15,12 @@ import torch.distributed as dist
 
 from paceline.accounting.overlap import overlap_timeline
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, Variant
-from paceline.benchmarks.data_parallel import EXPOSED, current, prepare, run_round
-from paceline.benchmarks.data_parallel_sweep import case_fields, data_parallel_groups
+from paceline.benchmarks.data_parallel import EXPOSED, current
+from paceline.benchmarks.data_parallel_sweep import (
+    case_fields,
+    data_parallel_groups,
+    prepare_and_warm_up,
+)
 from paceline.benchmarks.devices import current_environment
 from paceline.benchmarks.measure import Progress
 from paceline.benchmarks.ranks import MeasuringRanks
@@ -31,9 +35,6 @@ from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
 from paceline.traces.capture import record_ranks
 from paceline.traces.trace_records import part_samples
-
-# Strategies whose messages start while backward runs, as soon as they are ready.
-_EARLY = ("overlapped", "bucketed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,9 @@ def trace_data_parallel(
         raise UsageError("--model: one trace is of one model; name exactly one")
     records: list[Record] = []
     for ranks in data_parallel_groups(sweep):
-        ranks.run(prepare, cases[0])
-        total = sweep.warmup + sweep.rounds
-        for completed in range(sweep.warmup):
-            ranks.run(run_round, False)
-            on_progress(completed + 1, total)
+        prepare_and_warm_up(sweep, cases[0], ranks, on_progress)
         traced: TracedRounds = ranks.run(trace_rounds, trace, sweep.rounds)
-        on_progress(total, total)
+        on_progress(sweep.num_rounds, sweep.num_rounds)
         if ranks.is_first:
             records += _records(cases[0], ranks, analyse_trace(trace), traced)
     return records
@@ -110,7 +107,7 @@ def _records(
         prediction = stats[drawn]
         if prediction is not None:
             backward_s = _start_of(first[drawn], BACKWARD)
-            predicted = _predicted(variant, prediction, traced.cost, backward_s)
+            predicted = _predicted(prediction, traced.cost, backward_s)
             yield _record(PREDICTION, case, variant, ranks, min(by_rank), predicted)
 
 
@@ -143,13 +140,11 @@ def _start_of(step: StepOverlap, phase: str) -> float:
 
 
 def _predicted(
-    variant: Variant, stats: SynchronizationStats, cost: GroupCost, backward_start_s: float
+    stats: SynchronizationStats, cost: GroupCost, backward_start_s: float
 ) -> dict[str, Metric]:
     """Plays the messages of a step through the recurrence, from when they were ready."""
-    ready_s = [
-        bucket.launch_s if variant.strategy in _EARLY else stats.backward_s
-        for bucket in stats.buckets
-    ]
+    # What was sent later was ready when backward was over, and waited for its turn.
+    ready_s = [min(bucket.launch_s, stats.backward_s) for bucket in stats.buckets]
     communication_s = [cost.fit.time_s(bucket.num_bytes) for bucket in stats.buckets]
     timeline = overlap_timeline(ready_s, communication_s, stats.backward_s)
     return {

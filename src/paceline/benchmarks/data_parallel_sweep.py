@@ -49,6 +49,19 @@ def data_parallel_groups(sweep: DataParallelSweep) -> Iterator[MeasuringRanks]:
     )
 
 
+def prepare_and_warm_up(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> None:
+    """Builds all strategies on every rank, and runs the rounds that are not measured."""
+    ranks.run(prepare, case)
+    for completed in range(sweep.warmup):
+        ranks.run(run_round, False)
+        on_progress(completed + 1, sweep.num_rounds)
+
+
 def _records_of(
     sweep: DataParallelSweep,
     case: DataParallelCase,
@@ -110,16 +123,12 @@ def _measure(
     ranks: MeasuringRanks,
     on_progress: Progress,
 ) -> list[VariantResult]:
-    ranks.run(prepare, case)
-    total = sweep.warmup + sweep.rounds
-    for completed in range(sweep.warmup):
-        ranks.run(run_round, False)
-        on_progress(completed + 1, total)
+    prepare_and_warm_up(sweep, case, ranks, on_progress)
     # Every rank adds up the same times, the slowest one's, so that all stop after the same round.
     elapsed_s = 0.0
     for completed in range(sweep.rounds):
         elapsed_s += ranks.run(run_round, True)
-        on_progress(sweep.warmup + completed + 1, total)
+        on_progress(sweep.warmup + completed + 1, sweep.num_rounds)
         if elapsed_s > sweep.time_limit_s:
             break
     results: list[VariantResult] = ranks.run(collect)

@@ -150,18 +150,21 @@ class TrainingStep:
         if self.phase != "forward":
             self.backward(loss)
 
-    def resident_tensors(self) -> list[Tensor]:
-        """Returns what exists before a step and outlives it."""
-        states = [
+    def optimizer_state(self) -> list[Tensor]:
+        """Returns the tensors that the optimizer keeps from step to step."""
+        return [
             value
             for state in self.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
+
+    def resident_tensors(self) -> list[Tensor]:
+        """Returns what exists before a step and outlives it."""
         return [
             *self.model.parameters(),
             *self.model.buffers(),
-            *states,
+            *self.optimizer_state(),
             self.inputs,
             self.targets,
         ]

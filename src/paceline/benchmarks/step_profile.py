@@ -30,6 +30,8 @@ from paceline.traces.memory_timeline import Category, MemoryTimeline, memory_tim
 from paceline.traces.trace_records import ALL_OPERATORS, operator_records, step_records
 from paceline.traces.work import Work
 
+_SNAPSHOT = "memory-snapshot.pickle"
+
 
 def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
     """Traces a step and returns what its operators took, and what its memory was for."""
@@ -45,36 +47,34 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
                 step.run()
             on_progress(case.warmup + completed + 1, total)
     analysis = analyse_trace(trace)
-    timeline = trace_memory(step)
+    timeline = trace_memory(step, trace.with_name(_SNAPSHOT))
     on_progress(total, total)
+    environment = current_environment()
     return [
-        *step_records(analysis, _subject(case), current_environment()),
-        *operator_records(analysis, _subject(case), current_environment()),
+        *step_records(analysis, _subject(case), environment),
+        *operator_records(analysis, _subject(case), environment),
         *_flops_predictions(case),
         *_memory_records(case, device, timeline),
         *_allocation_records(case, timeline),
     ]
 
 
-def trace_memory(step: TrainingStep) -> MemoryTimeline:
-    """Runs one more step and returns what its memory was for; call it after at least one step."""
+def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
+    """Runs one more step and returns what its memory was for; call it after at least one step.
+
+    On a GPU, a snapshot of its memory is written for torch's viewer.
+    """
     step.optimizer.zero_grad(set_to_none=True)
-    states = [
-        value
-        for state in step.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
     parameters = list(step.model.parameters())
     resident = {
         Category.PARAMETERS: storage_bytes(parameters),
-        Category.OPTIMIZER_STATE: storage_bytes(states),
+        Category.OPTIMIZER_STATE: storage_bytes(step.optimizer_state()),
         Category.OTHER: storage_bytes([*step.model.buffers(), step.inputs, step.targets]),
     }
     gradient_addresses: set[int] = set()
     with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
         path = pathlib.Path(directory) / "memory.json"
-        with record_memory(path, step.device):
+        with record_memory(path, step.device, snapshot):
             loss = step.forward()
             if step.phase != "forward":
                 step.backward(loss)

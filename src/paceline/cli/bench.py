@@ -17,7 +17,7 @@ from paceline.cli.output import (
     OutputOptions,
     case_progress,
     print_record,
-    stdout_console,
+    print_tables,
 )
 from paceline.core.errors import UsageError
 
@@ -95,7 +95,6 @@ def run(command: BenchCommand) -> int:
 
     from paceline.records import RecordStore
     from paceline.records.kinds import PREDICTION
-    from paceline.reports.tables import records_table, render_rich
 
     store = RecordStore(subject.store.store)
     records: list[Record] = []
@@ -108,9 +107,7 @@ def run(command: BenchCommand) -> int:
             if record.kind != PREDICTION:
                 progress.next_case()
     if not subject.output.json:
-        for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
-            chosen = [record for record in records if record.kind == kind]
-            stdout_console().print(render_rich(records_table(chosen)))
+        print_tables(records)
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +28,16 @@ def print_record(record: "Record") -> None:
     """Prints one record as a line of JSON, at once, so that a pipe sees it."""
     sys.stdout.write(msgspec.json.encode(record).decode() + "\n")
     sys.stdout.flush()
+
+
+def print_tables(records: "Sequence[Record]") -> None:
+    """Prints a table for each kind of measurement; predictions are not among them."""
+    from paceline.records.kinds import PREDICTION
+    from paceline.reports.tables import records_table, render_rich
+
+    for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
+        chosen = [record for record in records if record.kind == kind]
+        stdout_console().print(render_rich(records_table(chosen)))
 
 
 def stdout_console() -> "Console":

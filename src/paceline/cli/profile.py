@@ -13,8 +13,8 @@ from paceline.cli.output import (
     byte_progress,
     case_progress,
     print_record,
+    print_tables,
     stderr_console,
-    stdout_console,
 )
 from paceline.core.errors import UsageError
 
@@ -124,16 +124,11 @@ def _write(records: "list[Record]", out: pathlib.Path, plot: str, *, as_json: bo
 
 
 def _print(records: "list[Record]", *, as_json: bool) -> None:
-    from paceline.records.kinds import PREDICTION
-    from paceline.reports.tables import records_table, render_rich
-
-    if as_json:
-        for record in records:
-            print_record(record)
+    if not as_json:
+        print_tables(records)
         return
-    for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
-        chosen = [record for record in records if record.kind == kind]
-        stdout_console().print(render_rich(records_table(chosen)))
+    for record in records:
+        print_record(record)
 
 
 def _run_trace(command: TraceCommand) -> int:

@@ -5,6 +5,7 @@ host names nor paths are kept, because records are published.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -124,6 +125,7 @@ def _package_versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def _checkout_state() -> tuple[str | None, bool | None]:
     package = pathlib.Path(__file__).resolve().parents[1]
     checkout = package.parents[1]

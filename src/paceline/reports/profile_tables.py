@@ -7,8 +7,8 @@ from paceline.core.units import format_binary_bytes, format_decimal
 from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
 from paceline.reports.tables import Table
+from paceline.traces.trace_records import ALL_OPERATORS
 
-_ALL = "all"
 _ATTENTION = ("attention_scores", "attention_softmax", "attention_values")
 
 
@@ -151,7 +151,7 @@ def _operators(records: Sequence[Record], subject: str, *, only_kinds: bool) -> 
         for record in records
         if record.kind == "operator"
         and record.case["subject"] == subject
-        and (record.case["operator"] == _ALL) == only_kinds
+        and (record.case["operator"] == ALL_OPERATORS) == only_kinds
     ]
     if not chosen:
         raise UsageError(f"the store has no trace of {subject!r}")

@@ -11,12 +11,12 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from paceline.traces.catalog import Catalog, EventTable
+from paceline.traces.catalog import EVENT, Catalog, EventTable
 from paceline.traces.contention import ContentionTotals
 from paceline.traces.operators import OperatorTime, OperatorTotals
 from paceline.traces.own_work import own_work
 from paceline.traces.reader import Event, TraceReader
-from paceline.traces.spool import EventSpool, StepSpool
+from paceline.traces.spool import Spool, StepSpool
 from paceline.traces.step_overlap import StepRoles, StepTimes, step_times
 from paceline.traces.timeline import Timeline
 
@@ -61,7 +61,7 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
     """Analyses a trace, plain or compressed, of one rank or merged from several."""
     catalog = Catalog(path)
     reader = TraceReader(path, Event)
-    with EventSpool() as spool:
+    with Spool(EVENT) as spool:
         for events in reader:
             spool.append(catalog.number(events))
             on_progress(reader.num_bytes)
@@ -85,7 +85,7 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
         return TraceAnalysis(
             steps=steps,
             operators=totals.operators.rows(),
-            num_events=spool.num_events,
+            num_events=spool.num_rows,
             is_truncated=reader.is_truncated,
         )
 

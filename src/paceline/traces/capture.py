@@ -27,30 +27,48 @@ _SNAPSHOT_ENTRIES = 1_000_000
 @contextlib.contextmanager
 def record_trace(path: pathlib.Path, device: torch.device) -> Iterator[None]:
     """Records what this process does, with the shapes of inputs, and writes a Chrome trace."""
-    with _profiling(path, device, follows_memory=False):
+    with profiling(path, device, shapes=True):
         yield
 
 
 @contextlib.contextmanager
-def record_memory(path: pathlib.Path, device: torch.device) -> Iterator[None]:
+def record_memory(
+    path: pathlib.Path, device: torch.device, snapshot: pathlib.Path
+) -> Iterator[None]:
     """Records every allocation and the Python lines that are open then.
 
-    On a GPU, the allocator's own history is written beside, for torch's viewer of snapshots.
+    On a GPU, the allocator's own history is written to `snapshot`, for torch's viewer.
     """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
     try:
-        with _profiling(path, device, follows_memory=True):
+        with profiling(path, device, memory=True, stacks=True):
             yield
         if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
     finally:
         if device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
 @contextlib.contextmanager
-def _profiling(path: pathlib.Path, device: torch.device, *, follows_memory: bool) -> Iterator[None]:
+def profiling(
+    path: pathlib.Path,
+    device: torch.device,
+    *,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[None]:
+    """Records with torch's profiler, and writes a Chrome trace in the end.
+
+    Args:
+        path: The trace.
+        device: Whose events are recorded besides the host's.
+        shapes: Whether to record the shapes of operators' inputs.
+        memory: Whether to record allocations.
+        stacks: Whether to record Python functions, which makes a step several times slower.
+    """
     # The profiler announces its start and stop on stderr unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
@@ -58,9 +76,9 @@ def _profiling(path: pathlib.Path, device: torch.device, *, follows_memory: bool
         activities.append(ProfilerActivity.CUDA)
     with profile(
         activities=activities,
-        record_shapes=not follows_memory,
-        profile_memory=follows_memory,
-        with_stack=follows_memory,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
         acc_events=True,
     ) as profiler:
         yield

@@ -27,7 +27,9 @@ _MAX_NAMES = 2**17
 _MAX_THREADS = 2**16
 _MAX_RANKS = 2**10
 _MAX_MOMENT_US = 2.0**50
-_PROFILER_STEP = "ProfilerStep"
+PROFILER_STEP = "ProfilerStep"
+"""How the names of the profiler's own steps begin."""
+
 _RANK_NAME = re.compile(rb'"rank (\d{1,9})"')
 _IGNORED = -1
 
@@ -142,7 +144,7 @@ class Catalog:
             self.keys.append(Key(role, name, work_of(name), matmul_flops(name, input_dims)))
             if role == Role.HOST_RANGE and (label := step_label(name)) is not None:
                 self._steps[number] = label
-            elif role == Role.HOST_RANGE and name.startswith(_PROFILER_STEP):
+            elif role == Role.HOST_RANGE and name.startswith(PROFILER_STEP):
                 self._profiler_steps[number] = ""
         if number != _IGNORED or len(self._numbers) < 2 * _MAX_NAMES:
             self._numbers[identity] = number

@@ -5,13 +5,12 @@ times: alone, and beside communication. What it takes longer beside, on average,
 operator that is never seen alone tells nothing, so a trace should hold steps without overlap too.
 """
 
-import tempfile
-
 import numpy as np
 
 from paceline.traces import intervals
 from paceline.traces.intervals import Intervals
 from paceline.traces.own_work import OwnWork
+from paceline.traces.spool import Spool
 
 _SUM = np.dtype([("key", "i8"), ("count", "i8"), ("own", "i8")])
 
@@ -29,8 +28,8 @@ class ContentionTotals:
     def __init__(self, num_keys: int) -> None:
         self._num_alone = np.zeros(num_keys, dtype=np.int64)
         self._alone = np.zeros(num_keys, dtype=np.int64)
-        self._file = tempfile.TemporaryFile(prefix="paceline-trace-")  # noqa: SIM115, by finish
-        self._lengths: list[int] = []
+        self._sums = Spool(_SUM)
+        self._steps: list[tuple[int, int]] = []
 
     def add(self, work: OwnWork, communicating: Intervals) -> None:
         """Adds a step; an operator is beside communication if more than half of it is."""
@@ -44,18 +43,16 @@ class ContentionTotals:
         sums["key"] = keys
         np.add.at(sums["count"], place, 1)
         np.add.at(sums["own"], place, work.own[beside])
-        self._file.write(sums.tobytes())
-        self._lengths.append(keys.size)
+        self._steps.append((self._sums.append(sums), keys.size))
 
     def finish(self) -> list[int]:
         """Returns the nanoseconds of each step, in the order in which they were added."""
         seen_alone = self._num_alone > 0
         mean_alone = self._alone / np.maximum(self._num_alone, 1)
         contention = []
-        with self._file as file:
-            file.seek(0)
-            for length in self._lengths:
-                sums = np.frombuffer(file.read(length * _SUM.itemsize), dtype=_SUM)
+        with self._sums as spool:
+            for begin, length in self._steps:
+                sums = spool.read(begin, length)
                 longer = sums["own"] - sums["count"] * mean_alone[sums["key"]]
                 contention.append(max(0, round(float(longer[seen_alone[sums["key"]]].sum()))))
         return contention

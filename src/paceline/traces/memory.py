@@ -5,14 +5,15 @@ while it runs. What was allocated before is not in its sum: the caller adds what
 then, and must not release any of it inside.
 """
 
-import json
-import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, record_function
+import torch
+from torch.profiler import record_function
+
+from paceline.traces.capture import profiling
+from paceline.traces.reader import AnyEvent, TraceReader
 
 _MARK = "paceline.phase:"
 
@@ -23,24 +24,18 @@ def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]
     Bytes count from the start of the first phase and include what earlier phases left
     allocated.
     """
-    # The profiler announces its start and stop on stderr unless told not to.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for name, run in phases.items():
-            with record_function(_MARK + name):
-                run()
-    return _peak_per_phase(_trace_events(profiler))
-
-
-def _trace_events(profiler: profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
         path = pathlib.Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
-    return events
+        with profiling(path, torch.device("cpu"), memory=True):
+            for name, run in phases.items():
+                with record_function(_MARK + name):
+                    run()
+        return _peak_per_phase(
+            [event for events in TraceReader(path, AnyEvent) for event in events]
+        )
 
 
-def _peak_per_phase(events: list[dict[str, Any]]) -> dict[str, int]:
+def _peak_per_phase(events: list[AnyEvent]) -> dict[str, int]:
     ends = sorted(
         (event["ts"] + event["dur"], event["name"].removeprefix(_MARK))
         for event in events

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.ranges import STEP, WAIT, is_bucket_range, short_name
+from paceline.core.ranges import WAIT, is_bucket_range, short_name, step_label
 from paceline.traces import intervals
-from paceline.traces.catalog import Catalog, EventTable
+from paceline.traces.catalog import PROFILER_STEP, Catalog, EventTable
 from paceline.traces.own_work import OwnWork
 from paceline.traces.work import Work
 
@@ -15,7 +15,7 @@ EVERYWHERE = "whole step"
 """In place of a range's name: all of the steps."""
 
 _MAX_RANGES = 256
-_REPEATS_OURS = (STEP + "/", "ProfilerStep", "Optimizer.zero_grad#")
+_REPEATS_OURS = (PROFILER_STEP, "Optimizer.zero_grad#")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,9 @@ class OperatorTotals:
         return tuple(sorted(rows, key=lambda row: (row.range_name, -row.own, row.name)))
 
     def _is_wanted(self, name: str) -> bool:
-        if is_bucket_range(name) or name in (STEP, WAIT) or name.startswith(_REPEATS_OURS):
+        if step_label(name) is not None or is_bucket_range(name) or name == WAIT:
+            return False
+        if name.startswith(_REPEATS_OURS):
             return False
         # A trace whose ranges all have names of their own must not fill the memory.
         if len(self._range_names) < _MAX_RANGES:

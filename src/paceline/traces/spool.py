@@ -14,16 +14,21 @@ import numpy.typing as npt
 from paceline.traces.catalog import EVENT, EventTable
 from paceline.traces.intervals import Intervals
 
-_CHUNK_EVENTS = 2**18
+_CHUNK_ROWS = 2**18
 _MAX_STEPS_OF_EVENT = 16
 
 
-class EventSpool:
-    """A temporary file of events."""
+class Spool:
+    """A temporary file of rows of equal size.
 
-    def __init__(self) -> None:
+    Args:
+        row: What a row consists of.
+    """
+
+    def __init__(self, row: "np.dtype[np.void]") -> None:
+        self._row = row
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="paceline-trace-")  # noqa: SIM115
-        self.num_events = 0
+        self.num_rows = 0
 
     def __enter__(self) -> Self:
         return self
@@ -31,23 +36,23 @@ class EventSpool:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def append(self, events: EventTable) -> int:
-        """Adds events and returns where they begin."""
-        begin = self.num_events
-        self._file.seek(begin * EVENT.itemsize)
-        self._file.write(events.tobytes())
-        self.num_events += events.size
+    def append(self, rows: EventTable) -> int:
+        """Adds rows and returns where they begin."""
+        begin = self.num_rows
+        self._file.seek(begin * self._row.itemsize)
+        self._file.write(rows.tobytes())
+        self.num_rows += rows.size
         return begin
 
     def read(self, begin: int, count: int) -> EventTable:
-        """Returns events from a place on."""
-        self._file.seek(begin * EVENT.itemsize)
-        return np.frombuffer(self._file.read(count * EVENT.itemsize), dtype=EVENT)
+        """Returns rows from a place on."""
+        self._file.seek(begin * self._row.itemsize)
+        return np.frombuffer(self._file.read(count * self._row.itemsize), dtype=self._row)
 
     def chunks(self) -> Iterator[EventTable]:
-        """Yields all events in the order in which they came."""
-        for begin in range(0, self.num_events, _CHUNK_EVENTS):
-            yield self.read(begin, _CHUNK_EVENTS)
+        """Yields all rows in the order in which they came."""
+        for begin in range(0, self.num_rows, _CHUNK_ROWS):
+            yield self.read(begin, _CHUNK_ROWS)
 
 
 class StepSpool:
@@ -61,11 +66,11 @@ class StepSpool:
 
     def __init__(
         self,
-        events: EventSpool,
+        events: Spool,
         rank_of_thread: npt.NDArray[np.int64],
         steps: Mapping[int, Intervals],
     ) -> None:
-        self._spool = EventSpool()
+        self._spool = Spool(EVENT)
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in events.chunks():
             ranks = rank_of_thread[chunk["thread"]]

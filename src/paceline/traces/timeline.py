@@ -7,7 +7,7 @@ import numpy as np
 from paceline.traces.catalog import Catalog, EventTable, Role
 from paceline.traces.intervals import Intervals
 from paceline.traces.reader import TraceError
-from paceline.traces.spool import EventSpool
+from paceline.traces.spool import Spool
 
 MAX_STEPS = 100_000
 """Of all ranks together; a longer trace is better looked at in parts."""
@@ -22,7 +22,7 @@ class Timeline:
         path: Of the trace, for messages.
     """
 
-    def __init__(self, events: EventSpool, catalog: Catalog, path: pathlib.Path) -> None:
+    def __init__(self, events: Spool, catalog: Catalog, path: pathlib.Path) -> None:
         self._labels = catalog.step_labels()
         self._rank_of_thread = catalog.rank_of_thread()
         self._is_step = np.isin(np.arange(len(catalog.keys)), list(self._labels))

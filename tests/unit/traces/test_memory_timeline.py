@@ -80,7 +80,7 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
     backward(forward())
     model.zero_grad()
     path = tmp_path / "memory.json"
-    with record_memory(path, CPU):
+    with record_memory(path, CPU, tmp_path / "snapshot.pickle"):
         backward(forward())
     addresses = {
         p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None
