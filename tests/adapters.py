@@ -9,7 +9,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel import BucketedDataParallel, DataParallel, OverlappedDataParallel
+from paceline.parallel import (
+    BucketedDataParallel,
+    DataParallel,
+    FullyShardedDataParallel,
+    OverlappedDataParallel,
+    ShardedOptimizer,
+)
 
 
 def get_flashattention_autograd_function_pytorch() -> type:
@@ -66,22 +72,24 @@ def get_sharded_optimizer(
     params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
 ) -> torch.optim.Optimizer:
     """Returns an optimizer whose state is divided among the ranks."""
-    _missing("the sharded optimizer")
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)
 
 
 def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
     """Returns a container that shards parameters, gradients and state (2026)."""
-    _missing("the fully sharded container")
+    return FullyShardedDataParallel(module, compute_dtype=compute_dtype)
 
 
-def fsdp_on_after_backward(fsdp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def fsdp_on_after_backward(
+    fsdp_model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+) -> None:
     """Waits until gradients are reduced (2026)."""
-    _missing("the fully sharded container")
+    fsdp_model.finish_gradient_synchronization()
 
 
-def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
+def fsdp_gather_full_params(fsdp_model: FullyShardedDataParallel) -> dict[str, Tensor]:
     """Returns the full parameters by the inner module's names (2026)."""
-    _missing("the fully sharded container")
+    return fsdp_model.gather_full_params()
 
 
 def _missing(part: str) -> NoReturn:

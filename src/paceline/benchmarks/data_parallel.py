@@ -3,7 +3,9 @@
 Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
 own. In every round each strategy takes one step, in an order drawn anew for each round, so that
 what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
-not timed. After the rounds, each strategy's messages are sent again with nothing else going on.
+not timed. A step is cut where no message is under way: it begins with the optimizer, which uses the
+gradients that the step before has left, so that parameters which travel during forward are counted
+with it. After the rounds, each strategy's gradients are sent again with nothing else going on.
 
 A step's time is that of the slowest rank. Its exposed communication is that of the rank that
 waits least after its last gradient: the others also wait for that rank to compute.
@@ -15,19 +17,22 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.benchmarks.config import DataParallelCase, Variant
 from paceline.benchmarks.memory import step_peaks, storage_bytes
-from paceline.benchmarks.step import TrainingStep
+from paceline.benchmarks.step import LEARNING_RATE, TrainingStep
 from paceline.core.ranges import step_range
 from paceline.kernels.named_range import named_range
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.bucketed import BucketedDataParallel
 from paceline.parallel.clocks import Moment, now, seconds_between, synchronize
 from paceline.parallel.collectives import reduce_numbers
+from paceline.parallel.exchange import Reduction, start_reduction
 from paceline.parallel.hooks import when_complete
-from paceline.parallel.strategies import apply_strategy, message_sizes
+from paceline.parallel.sharded_data_parallel import ShardedDataParallel
+from paceline.parallel.sharded_optimizer import ShardedOptimizer, local_tensor
+from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
 
 STEP = "step_time_s"
 EXPOSED = "exposed_communication_s"
@@ -40,7 +45,7 @@ class DataParallelStep(TrainingStep):
     """A training step that also tells how long it waited for communication after backward."""
 
     def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
-        self._last_gradient: Moment = 0.0
+        self._last_gradient: Moment | None = None
 
         def wrap(module: nn.Module) -> nn.Module:
             # Registered before any strategy's own, so that the moment is that of the gradient.
@@ -49,8 +54,15 @@ class DataParallelStep(TrainingStep):
             return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
 
         super().__init__(
-            case.step, device, wrap=wrap, data_seed=dist.get_rank() + 1, fused_optimizer=True
+            case.step,
+            device,
+            wrap=wrap,
+            data_seed=dist.get_rank() + 1,
+            make_optimizer=lambda model: make_optimizer(
+                variant.strategy, model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True
+            ),
         )
+        self.backward(self.forward())
         self.strategy = variant.strategy
         self.range_name = step_range(variant.label)
 
@@ -60,6 +72,7 @@ class DataParallelStep(TrainingStep):
 
     def run(self) -> dict[str, float]:
         """Runs one step on this rank; the ranks begin together."""
+        self._last_gradient = None
         dist.barrier()
         synchronize(self.device)
         with named_range(self.range_name):
@@ -67,38 +80,47 @@ class DataParallelStep(TrainingStep):
 
     def _run(self) -> dict[str, float]:
         moments = [now(self.device)]
+        self.optimizer_step()
+        moments.append(now(self.device))
         loss = self.forward()
         moments.append(now(self.device))
         self.backward(loss)
-        synchronized = now(self.device)
-        moments += [self._last_gradient, synchronized]
-        self.optimizer_step()
+        if isinstance(self.model, ShardedDataParallel):
+            # Only one that steps in backward has parameters under way here.
+            self.model.wait_for_parameters()
         moments.append(now(self.device))
         synchronize(self.device)
-        names = ("forward_time_s", "backward_time_s", EXPOSED, "optimizer_time_s")
+        names = ("optimizer_time_s", "forward_time_s", "backward_time_s")
         laps = {
             name: seconds_between(start, end)
             for name, start, end in zip(names, moments[:-1], moments[1:], strict=True)
         }
+        # Parameters that are gathered for their use only have no gradients to be told of.
+        if self._last_gradient is not None:
+            laps[EXPOSED] = seconds_between(self._last_gradient, moments[-1])
+            laps["backward_time_s"] -= laps[EXPOSED]
         return laps | {STEP: seconds_between(moments[0], moments[-1])}
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients that this rank holds."""
+        own = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if isinstance(self.optimizer, ShardedOptimizer):
+            own += self.optimizer.gradient_tensors()
+        return [local_tensor(gradient) for gradient in own]
 
     def memory(self) -> dict[str, int]:
         """Returns what gradients occupy after backward, and the peak of forward and backward."""
-        self.backward(self.forward())
-        gradients = [
-            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
-        ]
+        gradients = self.gradients()
         gradient_bytes = storage_bytes(gradients)
         self.optimizer_step()
-        # Every strategy but none keeps its buffers from step to step.
-        kept = [] if self.strategy == "none" else gradients
+        # Every strategy but none and torch's sharded one keeps its buffers from step to step.
+        kept = [] if self.strategy in ("none", "torch_fsdp2", "fully_sharded") else gradients
         del gradients
         peaks = step_peaks(
             self.device,
             resident_tensors=[*self.resident_tensors(), *kept],
             phases={"step": lambda: self.backward(self.forward())},
         )
-        self.optimizer_step()
         return {"gradient_bytes": gradient_bytes, "peak_before_optimizer_bytes": peaks["step"]}
 
     def send_messages_alone(self) -> float:
@@ -109,8 +131,11 @@ class DataParallelStep(TrainingStep):
         dist.barrier()
         synchronize(self.device)
         began = time.perf_counter()
-        works = []
+        works: list[dist.Work | Reduction] = []
         for message in messages:
+            if isinstance(self.model, ShardedDataParallel):
+                works.append(start_reduction(message, self.model.process_group))
+                continue
             work = dist.all_reduce(message, async_op=True)
             assert work is not None
             if self.strategy == "naive":

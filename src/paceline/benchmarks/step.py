@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.benchmarks.config import StepCase
@@ -31,9 +32,17 @@ from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
+from paceline.parallel.sharded_optimizer import state_tensors
 from paceline.records.schema import CaseValue, Metric
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
+
+
+LEARNING_RATE = 1e-4
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
 class TrainingStep:
@@ -44,7 +53,7 @@ class TrainingStep:
         device: Where.
         wrap: What makes the model train with those of other ranks.
         data_seed: Gives each rank its own batch.
-        fused_optimizer: Use AdamW's fused implementation.
+        make_optimizer: Makes the optimizer of the wrapped model; AdamW by default.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class TrainingStep:
         *,
         wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
         data_seed: int = 0,
-        fused_optimizer: bool = False,
+        make_optimizer: Callable[[nn.Module], Optimizer] = _adamw,
     ) -> None:
         self.device = device
         self.phase = case.phase
@@ -77,9 +86,7 @@ class TrainingStep:
         size = (case.batch.num_sequences, case.batch.context_length + 1)
         tokens = torch.randint(case.shape.vocab_size, size, device=device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, fused=fused_optimizer or None
-        )
+        self.optimizer = make_optimizer(self.model)
         # float16 has too little range for small gradients: they are scaled up on the way.
         self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
 
@@ -152,12 +159,7 @@ class TrainingStep:
 
     def optimizer_state(self) -> list[Tensor]:
         """Returns the tensors that the optimizer keeps from step to step."""
-        return [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        return state_tensors(self.optimizer)
 
     def resident_tensors(self) -> list[Tensor]:
         """Returns what exists before a step and outlives it."""

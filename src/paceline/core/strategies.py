@@ -2,10 +2,51 @@
 
 from typing import Literal
 
-StrategyName = Literal["none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"]
+StrategyName = Literal[
+    "none",
+    "naive",
+    "flat",
+    "overlapped",
+    "bucketed",
+    "torch_ddp",
+    "sharded_optimizer",
+    "torch_zero",
+    "torch_zero_view",
+    "sharded",
+    "sharded_per_bucket",
+    "fully_sharded",
+    "torch_fsdp2",
+]
 
-BUCKET_STRATEGIES: tuple[StrategyName, ...] = ("bucketed", "torch_ddp")
+BUCKET_STRATEGIES: tuple[StrategyName, ...] = (
+    "bucketed",
+    "torch_ddp",
+    "sharded",
+    "sharded_per_bucket",
+)
 """Those that a bucket size makes a difference to."""
+
+SHARDED_STATE: tuple[StrategyName, ...] = (
+    "sharded_optimizer",
+    "torch_zero",
+    "torch_zero_view",
+    "sharded",
+    "sharded_per_bucket",
+    "fully_sharded",
+    "torch_fsdp2",
+)
+"""Those whose optimizer state is divided among the ranks."""
+
+SHARDED_GRADIENTS: tuple[StrategyName, ...] = (
+    "sharded",
+    "sharded_per_bucket",
+    "fully_sharded",
+    "torch_fsdp2",
+)
+"""Those of them whose gradients are divided as well."""
+
+SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
+"""Those of them whose parameters are divided as well."""
 
 BucketSize = float | Literal["auto"]
 """In MiB; auto lets the container choose, where it can."""

@@ -3,12 +3,16 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.clocks import Moment, seconds_between
+from paceline.parallel.exchange import Pending
+
+AnyWork: TypeAlias = dist.Work | Pending
 
 OUTSIDE_BACKWARD = -1
 """What `current_pass` returns where no backward pass is going on."""
@@ -61,7 +65,7 @@ class BackwardRun:
         self.num_complete = [0] * num_buckets
         self.scaled: list[set[int]] = [set() for _ in range(num_buckets)]
         """Positions in each bucket whose gradient is this rank's share already."""
-        self.in_flight: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
+        self.in_flight: collections.deque[tuple[Tensor, AnyWork]] = collections.deque()
         self.num_received = 0
         self.num_seen_finished = 0
         self.message_bytes: list[int] = []

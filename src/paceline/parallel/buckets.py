@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
@@ -81,7 +82,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
         _, _, dtype, device = tensors[index]
         kinds.setdefault((dtype, device), []).append(index)
     plans = [
-        _place(tensors, indices, dtype, device)
+        place_tensors(tensors, indices, dtype, device)
         for (dtype, device), of_kind in kinds.items()
         for indices in _divide(tensors, of_kind, dtype.itemsize, cap_bytes)
     ]
@@ -95,7 +96,7 @@ def _divide(
 ) -> list[list[int]]:
     if cap_bytes is None:
         return [indices]
-    sizes = [_aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
+    sizes = [aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
     tail_lengths = _fill_groups(sizes[::-1], cap_bytes, stop_at_cap=True)
     head_lengths = _fill_groups(sizes[: len(sizes) - sum(tail_lengths)], cap_bytes)
     groups = []
@@ -128,19 +129,21 @@ def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = 
     return [*lengths, length] if length else lengths
 
 
-def _place(
+def place_tensors(
     tensors: Sequence[TensorSpec], indices: list[int], dtype: torch.dtype, device: torch.device
 ) -> BucketPlan:
+    """Lays tensors one behind another, each aligned."""
     offset = 0
     slots = []
     for index in indices:
         num_elements = tensors[index].num_elements
         slots.append(Slot(index, offset, num_elements))
-        offset += _aligned(num_elements, dtype.itemsize)
+        offset += aligned(num_elements, dtype.itemsize)
     return BucketPlan(dtype, device, tuple(slots), offset)
 
 
-def _aligned(num_elements: int, itemsize: int) -> int:
+def aligned(num_elements: int, itemsize: int) -> int:
+    """Rounds up to what may be followed by another tensor."""
     alignment = _ALIGNMENT_BYTES // itemsize
     return -(-num_elements // alignment) * alignment
 
@@ -152,60 +155,153 @@ def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 class Bucket:
-    """A flat buffer whose pieces are the gradients of its parameters."""
+    """A flat buffer whose pieces are the gradients of its parameters.
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
+    Args:
+        plan: What it holds.
+        parameters: The list that was planned, by place.
+        names: What to call them, by place.
+        reduction_dtype: What is sent; by default the gradients' own dtype.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        reduction_dtype: torch.dtype | None,
+    ) -> None:
         self.plan = plan
         self.parameters = [parameters[slot.tensor] for slot in plan.slots]
-        self.dtypes = [parameter.dtype for parameter in self.parameters]
+        self.names = [names[slot.tensor] for slot in plan.slots]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.buffer = torch.zeros(
             plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
         )
-        self.presence = self.buffer[plan.num_elements :]
+        self._presence = self.buffer[plan.num_elements :]
         self._addresses = [
             self.buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots
         ]
-        self.views = [
+        self._views = [
             view_like(parameter, slot.piece_of(self.buffer))
             for slot, parameter in zip(plan.slots, self.parameters, strict=True)
         ]
+        self._message_dtype = reduction_dtype or plan.dtype
+        self.is_received_early = self._message_dtype != plan.dtype
+        """Whether a message has memory of its own, which is let go when it has arrived."""
+        # Where the message is wider than the gradients, scaling it instead of them loses nothing.
+        self._scales_message = self._message_dtype.itemsize > plan.dtype.itemsize
 
-    def take(self, position: int, scale: float, name: str) -> bool:
+    def keep(self, position: int) -> None:
+        """Moves a gradient into the buffer as it is, because it is not to be sent yet."""
+        self._move(position, 1.0)
+
+    def take(self, position: int, share: float) -> bool:
+        """Moves a gradient into the buffer; returns whether it is scaled to its share there."""
+        scale = 1.0 if self._scales_message else share
+        return self._move(position, scale) and scale != 1.0
+
+    def pack(self, scaled: set[int], share: float) -> Tensor:
+        """Returns this rank's part of the sum, with zeros for what is missing.
+
+        Args:
+            scaled: Positions whose gradients are scaled to their share already.
+            share: What this rank's gradients count for.
+        """
+        self._fill(scaled, 1.0 if self._scales_message else share)
+        if self._message_dtype == self.plan.dtype:
+            return self.buffer
+        message = self.buffer.to(self._message_dtype)
+        if self._scales_message:
+            message[: self.plan.num_elements].mul_(share)
+        return message
+
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Starts to add up the ranks' messages."""
+        work: dist.Work | None = dist.all_reduce(message, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def unpack(self, message: Tensor) -> None:
+        """Takes in the sum; gives a gradient to parameters that only other ranks had one for."""
+        if message is not self.buffer:
+            self.buffer.copy_(message)
+        missing = [
+            position for position, parameter in enumerate(self.parameters) if parameter.grad is None
+        ]
+        if missing:
+            presence = self._presence.tolist()
+            for position in missing:
+                if presence[position]:
+                    self.parameters[position].grad = self._views[position]
+
+    def _move(self, position: int, scale: float) -> bool:
         """Moves a gradient into the buffer, scaled on the way; False if it lay there already.
 
         Optimizers drop gradients after a step, and user code may set others: each comes back as
         a tensor of its own, and becomes a view of the buffer again here.
         """
-        parameter, slot = self.parameters[position], self.plan.slots[position]
-        gradient = parameter.grad
-        if gradient is None:
-            raise GradientError(
-                f"the gradient of parameter {name!r} was cleared while backward ran; clear it after"
-            )
-        if gradient.layout != torch.strided:
-            raise GradientError(
-                f"parameter {name!r} has a {gradient.layout} gradient; only dense ones can be "
-                "synchronised: make its layer with sparse=False"
-            )
-        expected = self.dtypes[position]
-        if gradient.dtype != expected or gradient.device != self.plan.device:
-            raise GradientError(
-                f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after "
-                f"its container was made for {expected} on {self.plan.device}; convert it before"
-            )
-        if gradient.requires_grad:
-            raise GradientError(
-                f"the gradient of parameter {name!r} has a graph of its own: backward with "
-                "create_graph=True cannot be averaged; use torch.autograd.grad for it"
-            )
+        parameter = self.parameters[position]
+        gradient = reducible_gradient(
+            parameter, self.names[position], self._dtypes[position], self.plan.device
+        )
         # Not whether it is the same object: converting a module lets that point elsewhere.
         if gradient.data_ptr() == self._addresses[position]:
             return False
-        if gradient is self.views[position]:
-            self.views[position] = view_like(parameter, slot.piece_of(self.buffer))
-        torch.mul(gradient, scale, out=self.views[position])
-        parameter.grad = self.views[position]
+        if gradient is self._views[position]:
+            piece = self.plan.slots[position].piece_of(self.buffer)
+            self._views[position] = view_like(parameter, piece)
+        torch.mul(gradient, scale, out=self._views[position])
+        parameter.grad = self._views[position]
         return True
+
+    def _fill(self, scaled: set[int], scale: float) -> None:
+        self._presence.fill_(1)
+        if len(scaled) == len(self.parameters):
+            return
+        for position, (parameter, view) in enumerate(
+            zip(self.parameters, self._views, strict=True)
+        ):
+            if parameter.grad is None:
+                view.zero_()
+                self._presence[position] = 0
+            # A gradient of an earlier pass may have been replaced by user code since.
+            elif position not in scaled and not self._move(position, scale) and scale != 1.0:
+                view.mul_(scale)
+
+
+def reducible_gradient(
+    parameter: nn.Parameter, name: str, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Returns a parameter's gradient, or says why it cannot be added to those of other ranks.
+
+    Args:
+        parameter: Whose gradient has been computed.
+        name: What to call it.
+        dtype: What it was when its container was made.
+        device: Where it was then.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        raise GradientError(
+            f"the gradient of parameter {name!r} was cleared while backward ran; clear it after"
+        )
+    if gradient.layout != torch.strided:
+        raise GradientError(
+            f"parameter {name!r} has a {gradient.layout} gradient; only dense ones can be "
+            "synchronised: make its layer with sparse=False"
+        )
+    if gradient.dtype != dtype or gradient.device != device:
+        raise GradientError(
+            f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after "
+            f"its container was made for {dtype} on {device}; convert it before"
+        )
+    if gradient.requires_grad:
+        raise GradientError(
+            f"the gradient of parameter {name!r} has a graph of its own: backward with "
+            "create_graph=True cannot be averaged; use torch.autograd.grad for it"
+        )
+    return gradient
 
 
 def view_like(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ Training loops need not know the container: gradients are right when ``backward(
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from paceline.parallel.backward_run import (
     SynchronizationStats,
     current_pass,
 )
-from paceline.parallel.buckets import plan_buckets, tensor_spec
-from paceline.parallel.settings import Intent, Launch, Settings
-from paceline.parallel.synchronization import GradientSynchronizer
+from paceline.parallel.buckets import Bucket, BucketPlan, plan_buckets, tensor_spec
+from paceline.parallel.settings import GroupReference, Intent, Launch, Settings
+from paceline.parallel.synchronization import AnyBucket, GradientSynchronizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,8 @@ class DataParallel(nn.Module):
         self._cap_bytes = cap_bytes
         self._intent = Intent()
         self._settings = Settings(
-            group_reference=weakref.ref(_resolve_group(process_group)),
-            device=_require_supported(module),
+            group_reference=GroupReference(resolve_group(process_group)),
+            device=require_supported(module),
             launch=launch,
             reduction_dtype=reduction_dtype,
         )
@@ -88,7 +87,7 @@ class DataParallel(nn.Module):
         self._synchronizer: GradientSynchronizer | None = None
         self._num_builds = 0
         self._state_buffers: list[str] = []
-        if self.is_distributed:
+        if self._synchronizes:
             self._require_same_model()
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
             self._build()
@@ -107,14 +106,19 @@ class DataParallel(nn.Module):
         """Whether there is anyone to average with."""
         return dist.get_world_size(self.process_group) > 1
 
+    @property
+    def _synchronizes(self) -> bool:
+        """Whether gradients pass through this container at all."""
+        return self.is_distributed
+
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module."""
-        if not (self.is_distributed and torch.is_grad_enabled()):
+        if not (self._synchronizes and torch.is_grad_enabled()):
             return self.module(*arguments, **keywords)
         synchronizer = self._prepare()
         output = self.module(*arguments, **keywords)
         synchronizer.watch_outputs(
-            list(_tensors_in(output)), average=self._intent.forward_synchronizes
+            list(tensors_in(output)), average=self._intent.forward_synchronizes
         )
         return output
 
@@ -226,12 +230,14 @@ class DataParallel(nn.Module):
 
     def _require_same_model(self) -> None:
         settings = self._settings
-        require_same_model(
-            self.module,
+        require_same_model(self.module, self._describe_settings(), settings.group, settings.device)
+
+    def _describe_settings(self) -> str:
+        """Says what must be the same on all ranks, beside the model."""
+        settings = self._settings
+        return (
             f"bucket cap {self._cap_bytes}, {settings.launch.name}, "
-            f"reduction_dtype {settings.reduction_dtype}",
-            settings.group,
-            settings.device,
+            f"reduction_dtype {settings.reduction_dtype}"
         )
 
     def _build(self) -> None:
@@ -243,13 +249,23 @@ class DataParallel(nn.Module):
         self._named_parameters = list(self.module.named_parameters())
         self._is_trained = [parameter.requires_grad for _, parameter in self._named_parameters]
         trained = self._trained()
+        names = [name for name, _ in trained]
+        parameters = [parameter for _, parameter in trained]
+        plans = plan_buckets([tensor_spec(*named) for named in trained], self._cap_bytes)
         self._synchronizer = GradientSynchronizer(
-            [name for name, _ in trained],
-            [parameter for _, parameter in trained],
-            plan_buckets([tensor_spec(*named) for named in trained], self._cap_bytes),
+            names,
+            parameters,
+            self._make_buckets(plans, parameters, names),
             settings=self._settings,
             intent=self._intent,
         )
+
+    def _make_buckets(
+        self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
+    ) -> Sequence[AnyBucket]:
+        """Makes what gradients are collected in."""
+        dtype = self._settings.reduction_dtype
+        return [Bucket(plan, parameters, names, dtype) for plan in plans]
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [
@@ -259,13 +275,12 @@ class DataParallel(nn.Module):
         ]
 
 
-def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """Returns a group, that of a mesh of one dimension, or all ranks."""
     if not dist.is_initialized():
-        raise UsageError(
-            "there is no process group yet; make the container inside of distributed_session()"
-        )
+        raise UsageError("there is no process group yet; make this inside of distributed_session()")
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this rank is not in the process group; make no container on it")
+        raise UsageError("this rank is not in the process group; make none of this on it")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"a mesh of one dimension is needed, this one has {group.ndim}")
@@ -276,7 +291,7 @@ def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     return group
 
 
-def _require_supported(module: nn.Module) -> torch.device:
+def require_supported(module: nn.Module) -> torch.device:
     """Returns the device of all parameters, or names the one that cannot be synchronised."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
@@ -303,17 +318,17 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists, dictionaries and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple)):
         for item in output:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(output, dict):
-        yield from _tensors_in(list(output.values()))
+        yield from tensors_in(list(output.values()))
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors_in([getattr(output, f.name) for f in dataclasses.fields(output)])
+        yield from tensors_in([getattr(output, f.name) for f in dataclasses.fields(output)])
 
 
 _INNER = "module."

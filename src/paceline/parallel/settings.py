@@ -46,13 +46,29 @@ class Intent:
         return own / sum_of_weights if sum_of_weights else 1 / world_size
 
 
+class GroupReference:
+    """Knows a process group without keeping it alive.
+
+    Whatever is left over when a group is destroyed must not keep it: its threads would then end
+    with the interpreter, which sometimes aborts the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._reference = weakref.ref(group)
+
+    def get(self) -> dist.ProcessGroup:
+        """Returns the group; an error if it is gone."""
+        group = self._reference()
+        if group is None:
+            raise UsageError("the process group has been destroyed; make what uses it anew")
+        return group
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How gradients are sent; the same on all ranks."""
 
-    group_reference: "weakref.ref[dist.ProcessGroup]"
-    """Weak, so that a container that is left over does not keep a group alive that was destroyed:
-    its threads would then end with the interpreter, which sometimes aborts the process."""
+    group_reference: GroupReference
     device: torch.device
     launch: Launch
     reduction_dtype: torch.dtype | None
@@ -61,7 +77,4 @@ class Settings:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks to average over."""
-        group = self.group_reference()
-        if group is None:
-            raise UsageError("the process group of this container has been destroyed")
-        return group
+        return self.group_reference.get()

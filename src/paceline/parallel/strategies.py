@@ -4,21 +4,31 @@ Benchmarks and the trainer take a strategy by name, so that each is compared wit
 under the same conditions.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+# Imported before there is a group: whatever group exists then becomes a default argument in it.
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
 from paceline.parallel.bucketed import BucketedDataParallel
 from paceline.parallel.data_parallel import DataParallel, persistent_buffers
 from paceline.parallel.flat import FlatDataParallel
+from paceline.parallel.fully_sharded import FullyShardedDataParallel
 from paceline.parallel.naive import NaiveDataParallel
 from paceline.parallel.overlapped import OverlappedDataParallel
+from paceline.parallel.sharded_data_parallel import ShardedDataParallel
+from paceline.parallel.sharded_optimizer import ShardedOptimizer
 
 # torch 2.13 renames the option and warns of the old name, which is the only one before it.
 _SYNC_BUFFERS = (
@@ -32,6 +42,20 @@ _PLAIN: dict[StrategyName, Callable[[nn.Module], nn.Module]] = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
     "overlapped": OverlappedDataParallel,
+    "sharded_optimizer": BucketedDataParallel,
+    "fully_sharded": FullyShardedDataParallel,
+}
+
+_IN_BUCKETS: dict[StrategyName, Callable[..., nn.Module]] = {
+    "bucketed": BucketedDataParallel,
+    "sharded": ShardedDataParallel,
+    "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
+}
+
+_OPTIMIZERS: dict[StrategyName, Callable[..., Optimizer]] = {
+    "sharded_optimizer": ShardedOptimizer,
+    "sharded": ShardedOptimizer,
+    "sharded_per_bucket": ShardedOptimizer,
 }
 
 
@@ -44,12 +68,33 @@ def apply_strategy(
     """
     if bucket_size_mb is not None and name not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
-    if name == "bucketed":
+    if name in _IN_BUCKETS:
         sizes = () if bucket_size_mb is None else (bucket_size_mb,)
-        return BucketedDataParallel(module, *sizes)
-    if name == "torch_ddp":
+        return _IN_BUCKETS[name](module, *sizes)
+    if name in ("torch_ddp", "torch_zero", "torch_zero_view"):
         return _torch_ddp(module, bucket_size_mb)
+    if name == "torch_fsdp2":
+        return _torch_fsdp2(module)
     return _PLAIN[name](module)
+
+
+def make_optimizer(
+    name: StrategyName, model: nn.Module, optimizer_cls: type[Optimizer], **options: Any
+) -> Optimizer:
+    """Makes the optimizer of a model that a strategy has wrapped."""
+    if name in ("torch_zero", "torch_zero_view") and dist.get_world_size() > 1:
+        return _torch_zero(model, optimizer_cls, in_buckets=name == "torch_zero_view", **options)
+    if name in _OPTIMIZERS:
+        return _OPTIMIZERS[name](model.parameters(), optimizer_cls, **options)
+    return optimizer_cls(model.parameters(), **options)
+
+
+def _torch_zero(
+    model: nn.Module, optimizer_cls: type[Optimizer], *, in_buckets: bool, **options: Any
+) -> Optimizer:
+    return ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_cls, parameters_as_bucket_view=in_buckets, **options
+    )
 
 
 def message_sizes(module: nn.Module) -> list[int]:
@@ -63,6 +108,17 @@ def message_sizes(module: nn.Module) -> list[int]:
         text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         return [int(size) for size in text.split(",")]
     return []
+
+
+def _torch_fsdp2(module: nn.Module) -> nn.Module:
+    """Shards each block, and then what is left, as its documentation advises."""
+    device = next(module.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layers in [child for child in module.modules() if isinstance(child, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None) -> nn.Module:

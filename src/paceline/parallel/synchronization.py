@@ -23,6 +23,7 @@ times, so what arrives from one is sent only in phase 3.
 import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,16 +37,20 @@ from paceline.core.ranges import WAIT, bucket_range
 from paceline.kernels.named_range import named_range
 from paceline.parallel.backward_run import (
     OUTSIDE_BACKWARD,
+    AnyWork,
     BackwardRun,
     SynchronizationStats,
     current_pass,
 )
-from paceline.parallel.buckets import Bucket, BucketPlan, GradientError
+from paceline.parallel.buckets import Bucket, GradientError
 from paceline.parallel.clocks import Moment, now, seconds_between
 from paceline.parallel.hooks import when_complete
 from paceline.parallel.overlap_watch import OverlapWatch
 from paceline.parallel.process_group import collective_error
 from paceline.parallel.settings import Intent, Launch, Settings
+from paceline.parallel.sharded_bucket import ShardedBucket
+
+AnyBucket: TypeAlias = Bucket | ShardedBucket
 
 _owners: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
 """Who averages a parameter's gradients: weak on both sides."""
@@ -61,7 +66,7 @@ class GradientSynchronizer:
     Args:
         names: The parameters' names, for messages.
         parameters: Those that are trained.
-        plans: How they are divided.
+        buckets: How they are divided, in the order in which they are sent.
         settings: How they are sent.
         intent: What the user wants.
     """
@@ -70,7 +75,7 @@ class GradientSynchronizer:
         self,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        plans: Sequence[BucketPlan],
+        buckets: Sequence[AnyBucket],
         *,
         settings: Settings,
         intent: Intent,
@@ -86,11 +91,11 @@ class GradientSynchronizer:
         self._parameters = parameters
         self._settings = settings
         self._intent = intent
-        self.buckets = [Bucket(plan, parameters) for plan in plans]
+        self.buckets = buckets
         self._places = {
             slot.tensor: (number, position)
-            for number, plan in enumerate(plans)
-            for position, slot in enumerate(plan.slots)
+            for number, bucket in enumerate(buckets)
+            for position, slot in enumerate(bucket.plan.slots)
         }
         self._run: BackwardRun | None = None
         self._last_run: BackwardRun | None = None
@@ -227,20 +232,20 @@ class GradientSynchronizer:
         if run.average and self._intent.synchronize:
             self.take_part()
         number, position = self._places[index]
-        bucket, name = self.buckets[number], self._names[index]
+        bucket = self.buckets[number]
         if index in run.complete:
             raise GradientError(
-                f"parameter {name!r} got a second gradient in one backward pass, when the first "
-                "had been taken for complete: it is used inside and outside of a reentrant "
-                "checkpoint; use checkpoint(..., use_reentrant=False)"
+                f"parameter {self._names[index]!r} got a second gradient in one backward pass, "
+                "when the first had been taken for complete: it is used inside and outside of a "
+                "reentrant checkpoint; use checkpoint(..., use_reentrant=False)"
             )
         nested = current_pass() != run.task
-        if run.share is None:
-            bucket.take(position, 1.0, name)
-            return
-        scale = 1.0 if nested or self._scales_messages(bucket) else run.share
-        if bucket.take(position, scale, name) and scale != 1.0:
+        if run.share is None or nested:
+            bucket.keep(position)
+        elif bucket.take(position, run.share):
             run.scaled[number].add(position)
+        if run.share is None:
+            return
         self.arrived[index] = True
         if self.records_arrivals:
             run.arrivals[index] = now(self._settings.device)
@@ -250,11 +255,6 @@ class GradientSynchronizer:
             run.complete.add(index)
             run.num_complete[number] += 1
             self._send_what_is_ready(run, run.share)
-
-    def _scales_messages(self, bucket: Bucket) -> bool:
-        """Whether the message is wider than the gradients, so that scaling it loses nothing."""
-        wide = self._settings.reduction_dtype
-        return wide is not None and wide.itemsize > bucket.plan.dtype.itemsize
 
     def _send_what_is_ready(self, run: BackwardRun, share: float) -> None:
         while (
@@ -266,13 +266,15 @@ class GradientSynchronizer:
 
     def _send_next(self, run: BackwardRun, share: float) -> None:
         number = len(run.message_bytes)
-        message = self._message(run, number, share)
+        bucket = self.buckets[number]
+        while bucket.is_received_early and run.in_flight and run.in_flight[0][1].is_completed():
+            self._receive_next(run)
+        message = bucket.pack(run.scaled[number], share)
         run.message_bytes.append(message.nbytes)
         run.launched.append(now(self._settings.device))
         try:
             with named_range(bucket_range(number)):
-                work = dist.all_reduce(message, group=self._settings.group, async_op=True)
-            assert work is not None
+                work = bucket.start(message, self._settings.group)
             run.in_flight.append((message, work))
             if self._side_stream is not None:
                 run.finished[number] = self._moment_after(work, self._side_stream)
@@ -281,38 +283,7 @@ class GradientSynchronizer:
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error
 
-    def _message(self, run: BackwardRun, number: int, share: float) -> Tensor:
-        bucket = self.buckets[number]
-        scales_message = self._scales_messages(bucket)
-        self._fill(bucket, run.scaled[number], 1.0 if scales_message else share)
-        if self._settings.reduction_dtype in (None, bucket.plan.dtype):
-            return bucket.buffer
-        # A message of its own is let go as soon as it has arrived, not only after backward.
-        while run.in_flight and run.in_flight[0][1].is_completed():
-            self._receive_next(run)
-        message = bucket.buffer.to(self._settings.reduction_dtype)
-        if scales_message:
-            message[: bucket.plan.num_elements].mul_(share)
-        return message
-
-    def _fill(self, bucket: Bucket, scaled: set[int], scale: float) -> None:
-        """Makes the buffer this rank's part of the sum, with zeros for what is missing."""
-        bucket.presence.fill_(1)
-        if len(scaled) == len(bucket.parameters):
-            return
-        for position, (parameter, view) in enumerate(
-            zip(bucket.parameters, bucket.views, strict=True)
-        ):
-            if parameter.grad is None:
-                view.zero_()
-                bucket.presence[position] = 0
-            elif position not in scaled:
-                name = self._names[bucket.plan.slots[position].tensor]
-                # A gradient of an earlier pass may have been replaced by user code since.
-                if not bucket.take(position, scale, name) and scale != 1.0:
-                    view.mul_(scale)
-
-    def _moment_after(self, work: dist.Work, stream: torch.cuda.Stream) -> Moment:
+    def _moment_after(self, work: AnyWork, stream: torch.cuda.Stream) -> Moment:
         # Waiting in a stream of its own marks the end of the message, and holds up nothing else.
         with torch.cuda.stream(stream):
             work.wait()
@@ -343,18 +314,7 @@ class GradientSynchronizer:
         if self._side_stream is None and run.num_seen_finished == number:
             run.finished[number] = now(self._settings.device)
             run.num_seen_finished += 1
-        if message is not bucket.buffer:
-            bucket.buffer.copy_(message)
-        missing = [
-            position
-            for position, parameter in enumerate(bucket.parameters)
-            if parameter.grad is None
-        ]
-        if missing:
-            presence = bucket.presence.tolist()
-            for position in missing:
-                if presence[position]:
-                    bucket.parameters[position].grad = bucket.views[position]
+        bucket.unpack(message)
 
 
 def _remove_all(handles: Sequence[RemovableHandle]) -> None:
@@ -363,7 +323,7 @@ def _remove_all(handles: Sequence[RemovableHandle]) -> None:
 
 
 def _bucket_error(number: int, message: Tensor, error: RuntimeError) -> PacelineError:
-    return collective_error(f"all_reduce of bucket {number}", message.nbytes, error)
+    return collective_error(f"reduction of bucket {number}", message.nbytes, error)
 
 
 def _nothing() -> None:

@@ -1,0 +1,304 @@
+"""Data parallelism in which each rank owns a share of gradients and optimizer state (ZeRO-2).
+
+All ranks have all parameters, bucket by bucket in one stretch of memory, and each owns an equal
+share of every bucket. Phases of one step on every rank:
+
+1. Backward completes a gradient: it moves into its bucket's message. When the bucket and all before
+   it are complete, every owner is sent its share and adds up what it gets. A bucket that has
+   arrived is let go; what stays is the owner's share of the average.
+2. Backward is over: what is left is sent and waited for, and all ranks know which parameters had a
+   gradient anywhere.
+3. `ShardedOptimizer.step` updates this rank's shards, and starts to send its share to all, bucket
+   by bucket, in the order in which the next forward pass needs them.
+4. In the next forward pass each layer waits for its own parameters only.
+
+Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as an
+all-reduce does; but the second half goes beside forward, where an all-reduce has nothing to hide
+behind.
+
+If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
+backward goes on. A norm over all gradients, or whether they are all finite, is known only later,
+so clipping and leaving out a step are refused there.
+
+On a mesh of two dimensions, replicate x shard, owners are found along the second, and along the
+first the owners of the same share average it.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.core.errors import UsageError
+from paceline.core.units import MIB
+from paceline.parallel.buckets import BucketPlan
+from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.exchange import Pending
+from paceline.parallel.settings import GroupReference, Launch
+from paceline.parallel.shard_unit import Shard, ShardUnit
+from paceline.parallel.sharded_bucket import Presence, ShardedBucket
+from paceline.parallel.sharded_parameters import ShardedParameters
+from paceline.parallel.shards import Partition, cut_evenly
+
+StepMode = Literal["after_backward", "in_backward"]
+
+
+class ShardedDataParallel(DataParallel):
+    """Reduces gradients to their owners; further keywords as in `DataParallel`.
+
+    Make a `ShardedOptimizer` of its parameters. Between a step and the next forward pass,
+    parameters are under way: `parameters()`, `state_dict()` and the layers themselves wait for
+    them; whoever reads a tensor that was taken before calls `wait_for_parameters()`.
+
+    Args:
+        module: The model.
+        bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
+            per dtype.
+        step_mode: "after_backward", or "in_backward" to update each bucket as its sum arrives.
+        master_dtype: What owners keep and update their shards in, for parameters in sixteen bits;
+            by default the parameters' own dtype.
+        process_group: The ranks, as a group, a mesh of one dimension, or a mesh of two over all
+            ranks: replicate x shard.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 25.0,
+        *,
+        step_mode: StepMode = "after_backward",
+        master_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        **keywords: Any,
+    ) -> None:
+        if bucket_size_mb is not None and not bucket_size_mb > 0:
+            raise UsageError(f"bucket_size_mb must be positive, or None; got {bucket_size_mb!r}")
+        if step_mode not in ("after_backward", "in_backward"):
+            raise UsageError(
+                f'step_mode must be "after_backward" or "in_backward", got {step_mode!r}'
+            )
+        self._step_mode = step_mode
+        self._master_dtype = master_dtype
+        self._mesh_groups: tuple[GroupReference, GroupReference] | None = None
+        if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
+            self._mesh_groups = _groups_of(process_group)
+            process_group = None
+        self._buckets: list[ShardedBucket] = []
+        self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
+        self._undecided: list[tuple[ShardedBucket, list[Shard]]] = []
+        super().__init__(
+            module,
+            cap_bytes=None if bucket_size_mb is None else bucket_size_mb * MIB,
+            launch=Launch.WHEN_READY,
+            process_group=process_group,
+            **keywords,
+        )
+        self._wait_in_forward()
+        # On the inner module, because its state is saved and loaded without the container as well.
+        wait = functools.partial(_wait, self._shared)
+        refresh = functools.partial(_refresh, self._shared)
+        module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+    @property
+    def _synchronizes(self) -> bool:
+        return True  # Even a rank alone has shards, so that its optimizer finds them.
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the module; each layer waits for its own parameters."""
+        if any(_is_compiled(module) for module in self.module.modules()):
+            self.wait_for_parameters()  # A compiled layer must not be broken up by waiting inside.
+        return super().forward(*arguments, **keywords)
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters have the values of the last step."""
+        self._shared.wait()
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Any]]:
+        """Waits for the parameters, and yields them with their names."""
+        self.wait_for_parameters()
+        return super().named_parameters(*arguments, **keywords)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients down to a norm, if theirs is larger; returns theirs.
+
+        All ranks call it, between backward and the step, and get the same number. It is not
+        finite if any gradient is not: leave out the step then.
+        """
+        if self._shared.steps_in_backward:
+            raise UsageError(
+                "gradients cannot be clipped where buckets step in backward: their norm is known "
+                'only when it is over; use step_mode="after_backward"'
+            )
+        gradients = [
+            shard.tensor.grad
+            for unit in self._shared.units
+            for shard in unit.shards
+            if shard.tensor.grad is not None
+        ]
+        device = self._settings.device
+        own = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            own = torch.nn.utils.get_total_norm(gradients, norm_type).double().to(device)
+        if norm_type == float("inf"):
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._shared.group.get())
+            total = own
+        else:
+            powers = own**norm_type
+            dist.all_reduce(powers, group=self._shared.group.get())
+            total = powers ** (1 / norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, scale.float())
+        return total
+
+    def _make_buckets(
+        self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
+    ) -> Sequence[ShardedBucket]:
+        if self._mesh_groups is None:
+            shard_group = self._settings.group_reference
+        else:
+            _, shard_group = self._mesh_groups
+        rank = dist.get_rank(shard_group.get())
+        num_ranks = dist.get_world_size(shard_group.get())
+        self._presence = Presence(len(parameters), self._settings.device)
+        self._buckets = []
+        for number, plan in enumerate(plans):
+            unit = ShardUnit(
+                cut_evenly(plan, num_ranks),
+                parameters,
+                names,
+                rank=rank,
+                partition=Partition.ELEMENTS,
+                master_dtype=self._master_dtype,
+            )
+            self._buckets.append(
+                ShardedBucket(
+                    plan,
+                    unit,
+                    self._presence,
+                    message_dtype=self._settings.reduction_dtype or plan.dtype,
+                    shard_group=shard_group.get,
+                    when_landed=self._land,
+                    is_last=number == len(plans) - 1,
+                )
+            )
+        steps_in_backward = self._step_mode == "in_backward"
+        self._shared = ShardedParameters(
+            # Backward reaches the last layers first, forward the first.
+            [bucket.unit for bucket in reversed(self._buckets)],
+            _copy_of(shard_group) if steps_in_backward else shard_group,
+            steps_in_backward=steps_in_backward,
+        )
+        return self._buckets
+
+    def _build(self) -> None:
+        super()._build()
+        assert self._synchronizer is not None
+        self._synchronizer.after_run = self._settle
+
+    def _follow_changes(self) -> None:
+        known = {parameter for bucket in self._buckets for parameter in bucket.parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise UsageError(
+                    f"parameter {name!r} was frozen or elsewhere when its container was made, so "
+                    "that no rank owns it; wrap the model anew, and load the optimizer's state"
+                )
+
+    def _describe_settings(self) -> str:
+        return f"{super()._describe_settings()}, {self._step_mode}, master {self._master_dtype}"
+
+    def _land(self, bucket: ShardedBucket) -> None:
+        """Takes in a bucket's sum, or has it averaged with those of the replicas first."""
+        is_accumulating = bucket.is_accumulating
+        if is_accumulating:
+            bucket.zero_what_has_no_gradient()
+        if self._mesh_groups is None:
+            bucket.add_sum_to(bucket.gradient, overwrite=not is_accumulating)
+            self._give_gradients(bucket)
+            return
+        total = torch.empty_like(bucket.gradient) if is_accumulating else bucket.gradient
+        bucket.add_sum_to(total, overwrite=True)
+        replicas, _ = self._mesh_groups
+        work = dist.all_reduce(total, group=replicas.get(), async_op=True)
+        pending = Pending("all_reduce of a share over replicas", total.nbytes, [work])
+        self._landed.append((bucket, pending, total))
+
+    def _give_gradients(self, bucket: ShardedBucket) -> None:
+        undecided = bucket.give_gradients()
+        # Behind one that has to wait, all others wait: every rank must send in the same order.
+        if undecided or self._undecided:
+            self._undecided.append((bucket, undecided))
+        elif self._shared.steps_in_backward:
+            self._shared.step_unit(bucket.unit)
+
+    def _settle(self) -> None:
+        """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
+        for bucket, pending, total in self._landed:
+            pending.wait()
+            if total is not bucket.gradient:
+                bucket.gradient.add_(total)
+            self._give_gradients(bucket)
+        self._landed.clear()
+        undecided = [(bucket, shard) for bucket, shards in self._undecided for shard in shards]
+        answers = self._presence.finish([bucket.number_of(shard) for bucket, shard in undecided])
+        for (bucket, shard), is_present in zip(undecided, answers, strict=True):
+            if is_present:
+                bucket.give_gradient(shard)
+        if self._shared.steps_in_backward:
+            for bucket, _ in self._undecided:
+                self._shared.step_unit(bucket.unit)
+        self._undecided.clear()
+
+    def _wait_in_forward(self) -> None:
+        unit_of = {parameter: unit for unit in self._shared.units for parameter in unit.parameters}
+        for module in self.module.modules():
+            own = (unit_of[p] for p in module._parameters.values() if p in unit_of)
+            if units := list(dict.fromkeys(own)):
+                module.register_forward_pre_hook(functools.partial(_wait_for, units))
+
+
+def _wait_for(units: Sequence[ShardUnit], _module: nn.Module, _arguments: Any) -> None:
+    for unit in units:
+        unit.wait()
+
+
+def _wait(shared: ShardedParameters, *_: object) -> None:
+    shared.wait()
+
+
+def _refresh(shared: ShardedParameters, *_: object) -> None:
+    for unit in shared.units:
+        unit.refresh_master()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _copy_of(group: GroupReference) -> GroupReference:
+    """Returns a second group of the same ranks.
+
+    Which sums have arrived when a bucket is sent differs by rank. Calls in one group must have the
+    same order on all ranks, so that parameters need a group of their own beside gradients.
+    """
+    ranks = dist.get_process_group_ranks(group.get())
+    copy = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(copy, dist.ProcessGroup)
+    return GroupReference(copy)
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[GroupReference, GroupReference]:
+    """Returns the group of replicas and that of shards of a mesh of two dimensions."""
+    if mesh.size() != dist.get_world_size():
+        raise UsageError(
+            f"a mesh of two dimensions must hold all {dist.get_world_size()} ranks, this one has "
+            f"{mesh.size()}; use a mesh of one dimension over some of them"
+        )
+    return GroupReference(mesh.get_group(0)), GroupReference(mesh.get_group(1))

@@ -1,0 +1,420 @@
+"""Gradients reduced to their owners, against one process with all data."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, AdamW, Optimizer
+
+from paceline.core.errors import UsageError
+from paceline.parallel import GradientError, RankPool, ShardedDataParallel, ShardedOptimizer
+from tests.distributed.toys import (
+    MODELS,
+    Layered,
+    data,
+    loss_of,
+    oracle_backward,
+    require_identical,
+)
+
+Pools = Callable[[int], RankPool]
+
+SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+SMALL_BUCKET_MB = 0.0016
+
+
+def _pair(
+    rank: int, model: str, optimizer_cls: type[Optimizer] = SGD, **keywords: Any
+) -> tuple[ShardedDataParallel, Optimizer, nn.Module, Optimizer]:
+    options = SGD_OPTIONS if optimizer_cls is SGD else {"lr": 0.01, "weight_decay": 0.1}
+    keywords.setdefault("bucket_size_mb", SMALL_BUCKET_MB)
+    torch.manual_seed(rank)
+    ours = ShardedDataParallel(MODELS[model](), **keywords)
+    torch.manual_seed(0)
+    oracle = MODELS[model]()
+    return (
+        ours,
+        ShardedOptimizer(ours.parameters(), optimizer_cls, **options),
+        oracle,
+        optimizer_cls(oracle.parameters(), **options),
+    )
+
+
+def _require_close(ours: nn.Module, oracle: nn.Module, tolerance: float = 1e-6) -> None:
+    for (name, own), expected in zip(ours.named_parameters(), oracle.parameters(), strict=True):
+        require_identical(own.detach(), name)
+        torch.testing.assert_close(
+            own.detach(),
+            expected.detach(),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def _train(rank: int, world_size: int, model: str, step_mode: str, bucket: float | None) -> None:
+    ours, sharded, oracle, whole = _pair(rank, model, step_mode=step_mode, bucket_size_mb=bucket)
+    for step in range(4):
+        loss_of(ours(data(step, rank), rank)).backward()
+        ours.finish_gradient_synchronization()
+        oracle_backward(oracle, step, world_size)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step % 2:  # At other times the next forward pass itself has to wait.
+            _require_close(ours, oracle)
+    _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("step_mode", ["after_backward", "in_backward"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
+def test_training_equals_one_process(
+    rank_pool: Pools, model: str, step_mode: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_train, model, step_mode, SMALL_BUCKET_MB)
+
+
+def test_one_bucket(rank_pool: Pools) -> None:
+    rank_pool(3).run(_train, "layered", "after_backward", None)
+
+
+def _equal_bucketed(rank: int, world_size: int) -> None:
+    """Two summands are added in one way only, so that nothing may differ from torch's DDP."""
+    ours, sharded, oracle, whole = _pair(rank, "layered", AdamW)
+    theirs = nn.parallel.DistributedDataParallel(oracle)
+    for step in range(5):
+        for model, optimizer in ((ours, sharded), (theirs, whole)):
+            optimizer.zero_grad()
+            loss_of(model(data(step, rank), rank)).backward()
+            optimizer.step()
+        for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(own, other)
+
+
+def test_two_ranks_equal_torch_to_the_bit(rank_pool: Pools) -> None:
+    rank_pool(2).run(_equal_bucketed)
+
+
+def _accumulate(rank: int, world_size: int, model: str, way: str) -> None:
+    ours, sharded, oracle, whole = _pair(rank, model)
+    for step in range(0, 6, 3):
+        for micro in (step, step + 1):
+            if way == "no_sync":
+                with ours.no_sync():
+                    loss_of(ours(data(micro, rank), rank)).backward()
+            else:
+                loss_of(ours(data(micro, rank), rank)).backward()
+        loss_of(ours(data(step + 2, rank), rank)).backward()
+        for micro in range(step, step + 3):
+            oracle_backward(oracle, micro, world_size)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("way", ["no_sync", "twice"])
+@pytest.mark.parametrize("model", ["layered", "unused_on_one_rank", "unused"])
+@pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
+def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: str) -> None:
+    rank_pool(3).run(_accumulate, model, way)
+
+
+def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    for step in range(3):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        norm = ours.clip_grad_norm_(max_norm, norm_type)
+        expected = nn.utils.clip_grad_norm_(oracle.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=1e-7)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.01), (2.0, 1e3), (float("inf"), 0.01)])
+def test_the_norm_of_owned_shards_is_that_of_all(
+    rank_pool: Pools, norm_type: float, max_norm: float, world_size: int
+) -> None:
+    rank_pool(world_size).run(_clip, norm_type, max_norm)
+
+
+def _skip(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    for step in range(4):
+        spoilt = float("nan") if step == 2 and rank == 1 else 1.0
+        (loss_of(ours(data(step, rank), rank)) * spoilt).backward()
+        if step != 2:
+            oracle_backward(oracle, step, world_size)
+            whole.step()
+            whole.zero_grad()
+        norm = ours.clip_grad_norm_(1e9)
+        assert bool(norm.isfinite()) == (step != 2)
+        if norm.isfinite():
+            sharded.step()
+        sharded.zero_grad()
+    _require_close(ours, oracle)
+
+
+def test_a_step_that_is_not_finite_is_left_out(rank_pool: Pools) -> None:
+    rank_pool(2).run(_skip)
+
+
+def _hybrid(rank: int, world_size: int, model: str, step_mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours, sharded, oracle, whole = _pair(rank, model, process_group=mesh, step_mode=step_mode)
+    for step in range(4):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        if step == 2 and step_mode == "after_backward":  # Accumulates, once.
+            loss_of(ours(data(9, rank), rank)).backward()
+            oracle_backward(oracle, 9, world_size)
+        if step_mode == "after_backward":
+            norm = ours.clip_grad_norm_(0.1)
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+            torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=1e-7)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        _require_close(ours, oracle)
+    own = sum(shard.end - shard.start for shard in sharded.shards())
+    total = sum(parameter.numel() for parameter in oracle.parameters())
+    assert own <= total / 2 + 32
+
+
+@pytest.mark.parametrize("step_mode", ["after_backward", "in_backward"])
+@pytest.mark.parametrize("model", ["layered", "tied"])
+def test_a_mesh_of_replicas_and_shards(rank_pool: Pools, model: str, step_mode: str) -> None:
+    rank_pool(4).run(_hybrid, model, step_mode)
+
+
+def _master(rank: int, world_size: int) -> None:
+    """Updates of a thousandth are lost in bfloat16, but not in its master."""
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(
+        Layered().to(torch.bfloat16), SMALL_BUCKET_MB, master_dtype=torch.float32
+    )
+    sharded = ShardedOptimizer(ours.parameters(), SGD, lr=1e-3)
+    first = {name: p.detach().float().clone() for name, p in ours.named_parameters()}
+    sums = {name: torch.zeros_like(value) for name, value in first.items()}
+    for step in range(30):
+        copies = []
+        for other in range(world_size):
+            # What each rank computes with the same sixteen-bit weights.
+            alone = Layered().to(torch.bfloat16)
+            alone.load_state_dict(ours.module.state_dict())
+            loss_of(alone(data(step % 3, other).bfloat16(), other)).backward()
+            copies.append({name: p.grad.float() for name, p in alone.named_parameters()})
+        for name in sums:
+            sums[name] += sum(copy[name.removeprefix("module.")] for copy in copies) / world_size
+        loss_of(ours(data(step % 3, rank).bfloat16(), rank)).backward()
+        sharded.step()
+        sharded.zero_grad()
+    for name, parameter in ours.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        expected = (first[name] - 1e-3 * sums[name]).bfloat16()
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0.01, atol=1e-4)
+        require_identical(parameter.detach(), name)
+    assert all(shard.tensor.dtype == torch.float32 for shard in sharded.shards())
+    # What is loaded into the model reaches the master too.
+    ours.module.load_state_dict({name: torch.ones_like(p) for name, p in alone.named_parameters()})
+    assert all(bool((shard.tensor == 1).all()) for shard in sharded.shards())
+
+
+def test_sixteen_bit_parameters_have_a_master(rank_pool: Pools) -> None:
+    rank_pool(2).run(_master)
+
+
+def _save(rank: int, _world_size: int, master: bool) -> dict[str, Any]:
+    dtype = torch.bfloat16 if master else torch.float32
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(
+        Layered().to(dtype), SMALL_BUCKET_MB, master_dtype=torch.float32 if master else None
+    )
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.01)
+    for step in range(6):
+        if step == 3:
+            saved = {"model": ours.state_dict(), "optimizer": sharded.state_dict()}
+            saved = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved)
+        loss_of(ours(data(step, 7).to(dtype), rank)).backward()
+        sharded.step()
+        sharded.zero_grad()
+    return {**saved, "end": {name: p.detach().clone() for name, p in ours.named_parameters()}}
+
+
+def _continue(rank: int, _world_size: int, saved: list[dict[str, Any]], master: bool) -> None:
+    dtype = torch.bfloat16 if master else torch.float32
+    torch.manual_seed(5)
+    ours = ShardedDataParallel(
+        Layered().to(dtype), None, master_dtype=torch.float32 if master else None
+    )
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.5)
+    ours.load_state_dict(saved[0]["model"])
+    sharded.load_shards(one["optimizer"] for one in saved)
+    for step in range(3, 6):
+        # All ranks have the same data, so that their number makes no difference.
+        loss_of(ours(data(step, 7).to(dtype), rank)).backward()
+        sharded.step()
+        sharded.zero_grad()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach(), saved[0]["end"][name], rtol=1e-5, atol=1e-6, msg=name
+        )
+
+
+# A third of a sixteen-bit gradient is rounded, which Adam makes much of; a half is not.
+@pytest.mark.parametrize(
+    ("master", "world_size"), [(False, 1), (False, 2), (False, 3), (True, 1), (True, 2)]
+)
+def test_saved_by_four_ranks_continued_by_fewer(
+    rank_pool: Pools, master: bool, world_size: int
+) -> None:
+    saved = rank_pool(4).run(_save, master)
+    rank_pool(world_size).run(_continue, saved, master)
+
+
+def _memory(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    ours = ShardedDataParallel(model, bucket_size_mb=0.0626)
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.01)
+    for _ in range(2):
+        ours(torch.randn(4, 128)).square().mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        gradients = sum(gradient.nbytes for gradient in sharded.gradient_tensors())
+        assert gradients == total // world_size
+        sharded.step()
+        sharded.zero_grad()
+    state = sum(tensor.nbytes for tensor in sharded.state_tensors() if tensor.dim())
+    assert state == 2 * total // world_size
+
+
+def test_gradients_and_state_are_divided(rank_pool: Pools) -> None:
+    rank_pool(2).run(_memory)
+    rank_pool(4).run(_memory)
+
+
+def _refuse(rank: int, _world_size: int) -> None:
+    with pytest.raises(UsageError, match="step_mode"):
+        ShardedDataParallel(Layered(), step_mode="now")
+    with pytest.raises(UsageError, match="bucket_size_mb"):
+        ShardedDataParallel(Layered(), 0)
+    ours = ShardedDataParallel(Layered(), step_mode="in_backward")
+    with pytest.raises(UsageError, match="cannot be clipped"):
+        ours.clip_grad_norm_(1.0)
+    with pytest.raises(UsageError, match="make a ShardedOptimizer"):
+        loss_of(ours(data(0, rank), rank)).backward()
+    frozen = Layered()
+    frozen.second.weight.requires_grad_(False)
+    later = ShardedDataParallel(frozen)
+    frozen.second.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"'second.weight' was frozen"):
+        later(data(0, rank), rank)
+    with pytest.raises(UsageError, match="treats each element by itself"):
+        ShardedOptimizer(later.parameters(), torch.optim.Adafactor)
+    first = ShardedOptimizer(later.parameters(), SGD, lr=0.1)
+    with pytest.raises(UsageError, match="another ShardedOptimizer"):
+        ShardedOptimizer(later.parameters(), SGD, lr=0.1)
+    del first
+    ShardedOptimizer(later.parameters(), SGD, lr=0.1)
+    sparse = ShardedDataParallel(nn.Embedding(10, 4, sparse=True))
+    with pytest.raises(GradientError, match="sparse"):
+        sparse(torch.tensor([1])).sum().backward()
+
+
+def test_what_cannot_work_is_refused_by_name(rank_pool: Pools) -> None:
+    pool = rank_pool(1)
+    pool.run(_refuse)
+
+
+def _groups_with_options(rank: int, world_size: int) -> None:
+    ours, _, oracle, _ = _pair(rank, "layered")
+    optimizers, schedulers = [], []
+    del _
+    gc.collect()
+    for model, make in (
+        (ours, functools.partial(ShardedOptimizer, optimizer_cls=AdamW)),
+        (oracle, AdamW),
+    ):
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        optimizer = make([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
+        optimizers.append(optimizer)
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    for step in range(4):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    _require_close(ours, oracle, tolerance=1e-5)
+
+
+def test_groups_and_schedulers(rank_pool: Pools) -> None:
+    rank_pool(2).run(_groups_with_options)
+
+
+def _is_freed(rank: int, _world_size: int) -> None:
+    ours, sharded, _, _ = _pair(rank, "layered")
+    loss_of(ours(data(0, rank), rank)).backward()
+    sharded.step()
+    ours.wait_for_parameters()
+    reference = weakref.ref(ours)
+    parameter = weakref.ref(next(iter(ours.parameters())))
+    del ours, sharded
+    gc.collect()
+    assert reference() is None
+    assert parameter() is None
+
+
+def test_nothing_keeps_a_container_alive(rank_pool: Pools) -> None:
+    rank_pool(2).run(_is_freed)
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    ours.module.second.compile(backend="eager")
+    for step in range(3):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+    _require_close(ours, oracle)
+
+
+def test_compiled_layers(rank_pool: Pools) -> None:
+    rank_pool(2).run(_compiled)
+
+
+def _eval_between(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    for step in range(3):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(
+                ours.module(data(5, 0), rank), oracle(data(5, 0), rank), atol=1e-6, rtol=1e-6
+            )
+    dist.barrier()
+
+
+def test_evaluation_waits_for_parameters(rank_pool: Pools) -> None:
+    rank_pool(2).run(_eval_between)

@@ -1,0 +1,568 @@
+"""The sharded optimizer against the same optimizer on one process, to the bit."""
+
+import functools
+import io
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
+
+from paceline.core.errors import UsageError
+from paceline.parallel import (
+    BucketedDataParallel,
+    OptimizerStateError,
+    RankPool,
+    ShardedOptimizer,
+    merge_shards,
+)
+from tests.distributed.toys import (
+    MODELS,
+    WIDTH,
+    Layered,
+    data,
+    loss_of,
+    make_pair,
+    oracle_backward,
+    require_identical,
+)
+
+Pools = Callable[[int], RankPool]
+
+ADAMW: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw_loop": (AdamW, {**ADAMW, "foreach": False}),
+    "adamw_foreach": (AdamW, {**ADAMW, "foreach": True}),
+    "adamw_amsgrad": (AdamW, {**ADAMW, "amsgrad": True}),
+    "sgd_momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": (Adagrad, {"lr": 0.1}),
+    "adafactor": (Adafactor, {"lr": 0.1}),
+}
+
+
+def _model(seed: int = 0, name: str = "layered") -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def _require_bits(actual: nn.Module, expected: nn.Module) -> None:
+    for (name, own), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(own, other), f"{name} differs by {(own - other).abs().max()}"
+
+
+def _give_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model(data(step, 7), 0)).backward()
+
+
+def _step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    _give_gradients(model, optimizer, step)
+    optimizer.step()
+
+
+def _train(rank: int, _world_size: int, case: str, partition: str | None, model_name: str) -> None:
+    optimizer_cls, options = CASES[case]
+    ours, alone = _model(name=model_name), _model(name=model_name)
+    sharded = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
+    whole = optimizer_cls(alone.parameters(), **options)
+    for step in range(10):
+        if model_name == "shapes":
+            # Products of matrices may round otherwise where these lie at another address.
+            _give_gradients(alone, whole, step)
+            for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
+                own.grad = other.grad.clone()
+            sharded.step()
+            whole.step()
+        else:
+            _step(ours, sharded, step)
+            _step(alone, whole, step)
+        _require_bits(ours, alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("case", "partition"),
+    [
+        *((case, "parameters") for case in CASES),
+        *((case, "elements") for case in CASES if case != "adafactor"),
+    ],
+)
+def test_bits_of_the_unsharded_optimizer(
+    rank_pool: Pools, case: str, partition: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_train, case, partition, "layered")
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "unused", "shapes", "unused_on_one_rank"])
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_with_unusual_parameters(
+    rank_pool: Pools, model: str, partition: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_train, "adamw_loop", partition, model)
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _train_muon(_rank: int, _world_size: int) -> None:
+    torch.manual_seed(0)
+    ours = Matrices()
+    torch.manual_seed(0)
+    alone = Matrices()
+    sharded = ShardedOptimizer(ours.parameters(), Muon, lr=0.05)
+    assert sharded.partition == "parameters"
+    whole = Muon(alone.parameters(), lr=0.05)
+    for step in range(10):
+        _step(ours, sharded, step)
+        _step(alone, whole, step)
+        _require_bits(ours, alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_muon_keeps_its_matrices_whole(rank_pool: Pools, world_size: int) -> None:
+    rank_pool(world_size).run(_train_muon)
+
+
+def _train_fused(_rank: int, _world_size: int) -> None:
+    ours, alone = _model(), _model()
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.01, fused=True)
+    whole = AdamW(alone.parameters(), lr=0.01, fused=True)
+    for step in range(10):
+        _step(ours, sharded, step)
+        _step(alone, whole, step)
+    for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
+        require_identical(own.detach(), "parameter")
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fused_adamw_is_close(rank_pool: Pools, world_size: int) -> None:
+    rank_pool(world_size).run(_train_fused)
+
+
+def _under_container(rank: int, world_size: int, model: str, container: str) -> None:
+    ours, oracle = make_pair(rank, model, container)
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, **ADAMW)
+    whole = AdamW(oracle.parameters(), **ADAMW)
+    for step in range(3):
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        sharded.step()
+        sharded.zero_grad(set_to_none=step % 2 == 0)
+        whole.step()
+        whole.zero_grad()
+        for (name, own), other in zip(ours.named_parameters(), oracle.parameters(), strict=True):
+            require_identical(own.detach(), name)
+            # Adam divides by the gradient's size: rounding shows where that is next to nothing.
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("container", ["naive", "flat", "overlapped", "bucketed"])
+@pytest.mark.parametrize("model", ["layered", "tied", "frozen", "unused", "unused_on_one_rank"])
+def test_works_with_every_container(rank_pool: Pools, model: str, container: str) -> None:
+    rank_pool(2).run(_under_container, model, container)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def _schedule(_rank: int, _world_size: int, partition: str, tensor_lr: bool) -> None:
+    pairs = []
+    for sharded in (True, False):
+        model = _model()
+        options: dict[str, Any] = {
+            "lr": torch.tensor(0.1) if tensor_lr else 0.1,
+            "weight_decay": 0.1,
+        }
+        groups = _groups(model)[:1] if tensor_lr else _groups(model)
+        make = functools.partial(ShardedOptimizer, partition=partition) if sharded else None
+        optimizer = make(groups, AdamW, **options) if make is not None else AdamW(groups, **options)
+        if tensor_lr:
+            optimizer.add_param_group(_groups(model)[1])
+        pairs.append((model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)))
+    for step in range(6):
+        for model, optimizer, scheduler in pairs:
+            _step(model, optimizer, step)
+            scheduler.step()
+        _require_bits(pairs[0][0], pairs[1][0])
+    assert float(pairs[0][1].param_groups[0]["lr"]) == pytest.approx(0.1 * 0.7**6)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+def test_groups_and_schedulers_act_on_the_shards(
+    rank_pool: Pools, partition: str, tensor_lr: bool
+) -> None:
+    rank_pool(3).run(_schedule, partition, tensor_lr)
+
+
+def _unfreeze(_rank: int, _world_size: int, partition: str) -> None:
+    pairs = []
+    for sharded in (True, False):
+        model = _model()
+        model.second.weight.requires_grad_(False)
+        optimizer = (
+            ShardedOptimizer(model.parameters(), AdamW, partition=partition, **ADAMW)
+            if sharded
+            else AdamW(model.parameters(), **ADAMW)
+        )
+        pairs.append((model, optimizer))
+    for step in range(6):
+        for model, optimizer in pairs:
+            model.second.weight.requires_grad_(step >= 3)
+            _step(model, optimizer, step)
+        _require_bits(pairs[0][0], pairs[1][0])
+
+
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+def test_a_parameter_is_unfrozen_on_the_way(rank_pool: Pools, partition: str) -> None:
+    rank_pool(2).run(_unfreeze, partition)
+
+
+def _closure(_rank: int, _world_size: int) -> None:
+    ours, alone = _model(), _model()
+    optimizers = (
+        ShardedOptimizer(ours.parameters(), AdamW, lr=0.1),
+        AdamW(alone.parameters(), lr=0.1),
+    )
+    losses = []
+    for model, optimizer in zip((ours, alone), optimizers, strict=True):
+
+        def closure(model: nn.Module = model, optimizer: Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(data(0, 7), 0))
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure))
+    assert torch.equal(losses[0], losses[1])
+    _require_bits(ours, alone)
+
+
+def test_a_closure_gives_its_loss(rank_pool: Pools) -> None:
+    rank_pool(2).run(_closure)
+
+
+def _zero_grad(_rank: int, _world_size: int, set_to_none: bool) -> None:
+    model = _model()
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    loss_of(model(data(0, 7), 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none else not parameter.grad.any()
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_all_gradients_are_cleared(rank_pool: Pools, set_to_none: bool) -> None:
+    rank_pool(2).run(_zero_grad, set_to_none)
+
+
+def _few_elements(_rank: int, _world_size: int, partition: str) -> None:
+    ours, alone = (nn.Parameter(torch.tensor([1.0])) for _ in range(2))
+    optimizers = (
+        ShardedOptimizer([ours], AdamW, partition=partition, lr=0.1),
+        AdamW([alone], lr=0.1),
+    )
+    for _ in range(3):
+        for parameter, optimizer in zip((ours, alone), optimizers, strict=True):
+            parameter.grad = torch.tensor([0.5])
+            optimizer.step()
+    assert torch.equal(ours, alone)
+    state = optimizers[0].state_dict()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, state)
+    assert sum(len(other["state"]) for other in everyone) == 1
+
+
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+def test_ranks_that_own_nothing_take_part(rank_pool: Pools, partition: str) -> None:
+    rank_pool(4).run(_few_elements, partition)
+
+
+class DominantEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50_000, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _state_bytes(_rank: int, world_size: int) -> tuple[float, float]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ratios = []
+    for theirs in (False, True):
+        torch.manual_seed(0)
+        model = DominantEmbedding()
+        optimizer: Any = (
+            ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+            if theirs
+            else ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+        )
+        model(torch.arange(100)).sum().backward()
+        optimizer.step()
+        inner = [optimizer.optim] if theirs else [p.inner for p in optimizer.parts if p.inner]
+        own = sum(
+            state[name].nbytes
+            for one in inner
+            for state in one.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        total = torch.tensor(own)
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        ideal = 8 * sum(p.numel() for p in model.parameters()) / world_size
+        ratios.append(float(total) / ideal)
+    return ratios[0], ratios[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_state_is_divided_evenly(rank_pool: Pools, world_size: int) -> None:
+    ours, torchs = rank_pool(world_size).run(_state_bytes)[0]
+    assert ours <= 1.01
+    assert torchs > 1.5  # The embedding cannot be halved there.
+
+
+def _save(rank: int, _world_size: int, case: str, partition: str, model_name: str) -> bytes:
+    optimizer_cls, options = CASES[case]
+    model = _model(name=model_name)
+    optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, partition=partition, **options)
+    for step in range(3):
+        _step(model, optimizer, step)
+    optimizer.param_groups[0]["lr"] = 0.03
+    content = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, content)
+    return content.getvalue()
+
+
+def _read(files: list[bytes]) -> list[dict[str, Any]]:
+    return [torch.load(io.BytesIO(file), weights_only=True) for file in files]
+
+
+def _continue(
+    _rank: int, _world_size: int, files: list[bytes], case: str, partition: str, model_name: str
+) -> None:
+    optimizer_cls, options = CASES[case]
+    saved = _read(files)
+    ours, alone = _model(5, model_name), _model(6, model_name)
+    sharded = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
+    plain = optimizer_cls(alone.parameters(), **options)
+    for model in (ours, alone):
+        model.load_state_dict(saved[0]["model"])
+    sharded.load_shards(file["optimizer"] for file in saved)
+    plain.load_state_dict(merge_shards(file["optimizer"] for file in saved))
+    never_saved = _model(name=model_name)
+    reference = optimizer_cls(never_saved.parameters(), **options)
+    for step in range(3):
+        _step(never_saved, reference, step)
+    reference.param_groups[0]["lr"] = 0.03
+    for step in range(3, 6):
+        for model, optimizer in ((ours, sharded), (alone, plain), (never_saved, reference)):
+            _step(model, optimizer, step)
+    _require_bits(ours, never_saved)
+    _require_bits(alone, never_saved)
+    # And back: from plain torch.optim into shards.
+    back = _model(8, model_name)
+    again = ShardedOptimizer(back.parameters(), optimizer_cls, partition=partition, **options)
+    back.load_state_dict(alone.state_dict())
+    again.load_state_dict(plain.state_dict())
+    for model, optimizer in ((back, again), (alone, plain)):
+        _step(model, optimizer, 6)
+    _require_bits(back, alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("case", "partition", "then", "model"),
+    [
+        ("adamw_loop", "elements", "elements", "layered"),
+        ("adamw_loop", "elements", "parameters", "tied"),
+        ("adamw_loop", "parameters", "elements", "frozen"),
+        ("sgd_momentum", "elements", "elements", "unused"),
+        ("adafactor", "parameters", "parameters", "layered"),
+    ],
+)
+def test_saved_by_four_ranks_continued_by_fewer(
+    rank_pool: Pools, case: str, partition: str, then: str, model: str, world_size: int
+) -> None:
+    files = rank_pool(4).run(_save, case, partition, model)
+    rank_pool(world_size).run(_continue, files, case, then, model)
+
+
+def _save_checkpoint(
+    _rank: int, _world_size: int, case: str, partition: str, model_name: str, path: str
+) -> None:
+    optimizer_cls, options = CASES[case]
+    model = _model(name=model_name)
+    optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, partition=partition, **options)
+    for step in range(3):
+        _step(model, optimizer, step)
+    state = {"model": model.state_dict(), "optimizer": optimizer.checkpoint_state(model)}
+    dcp.save(state, checkpoint_id=path)
+
+
+def _continue_checkpoint(
+    _rank: int, _world_size: int, case: str, partition: str, model_name: str, path: str
+) -> None:
+    optimizer_cls, options = CASES[case]
+    ours = _model(5, model_name)
+    optimizer = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
+    optimizer.param_groups[0]["lr"] = 77.0
+    weights = {"model": ours.state_dict()}
+    dcp.load(weights, checkpoint_id=path)
+    optimizer.load_checkpoint(ours, dcp.FileSystemReader(path))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    never_saved = _model(name=model_name)
+    reference = optimizer_cls(never_saved.parameters(), **options)
+    for step in range(6):
+        _step(never_saved, reference, step)
+        if step >= 3:
+            _step(ours, optimizer, step)
+    _require_bits(ours, never_saved)
+    with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
+        optimizer.load_checkpoint(ours, dcp.FileSystemReader(path), prefix="other")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("case", "partition", "then", "model"),
+    [
+        ("adamw_loop", "elements", "elements", "layered"),
+        ("adamw_loop", "elements", "parameters", "tied"),
+        ("adamw_loop", "parameters", "elements", "unused"),
+        ("adafactor", "parameters", "parameters", "frozen"),
+    ],
+)
+def test_a_distributed_checkpoint_is_continued_by_fewer(
+    rank_pool: Pools,
+    tmp_path: pathlib.Path,
+    case: str,
+    partition: str,
+    then: str,
+    model: str,
+    world_size: int,
+) -> None:
+    rank_pool(4).run(_save_checkpoint, case, partition, model, str(tmp_path))
+    rank_pool(world_size).run(_continue_checkpoint, case, then, model, str(tmp_path))
+
+
+def _load_too_few(_rank: int, _world_size: int, files: list[bytes]) -> None:
+    model = _model()
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    states = [file["optimizer"] for file in _read(files)]
+    with pytest.raises(OptimizerStateError, match=r"elements .* of parameter"):
+        optimizer.load_shards(states[:2])
+    with pytest.raises(OptimizerStateError, match=r"of all ranks"):
+        merge_shards(states[:3])
+    wider = nn.Linear(WIDTH, 41)
+    with pytest.raises(OptimizerStateError, match=r"groups"):
+        ShardedOptimizer(wider.parameters(), AdamW, lr=0.1).load_state_dict(
+            AdamW(model.parameters()).state_dict()
+        )
+
+
+def test_missing_shards_are_named(rank_pool: Pools) -> None:
+    files = rank_pool(4).run(_save, "adamw_loop", "elements", "layered")
+    rank_pool(1).run(_load_too_few, files)
+
+
+def _refuse(_rank: int, _world_size: int) -> None:
+    model = _model()
+    with pytest.raises(UsageError, match=r"LBFGS .* cannot be sharded"):
+        ShardedOptimizer(model.parameters(), torch.optim.LBFGS)
+    with pytest.raises(UsageError, match=r'Adafactor .* partition="parameters"'):
+        ShardedOptimizer(model.parameters(), Adafactor, partition="elements")
+    with pytest.raises(UsageError, match="partition must be one of"):
+        ShardedOptimizer(model.parameters(), AdamW, partition="rows")
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        ShardedOptimizer(model.parameters(), AdamW, lr=-1.0)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+    model.to(torch.bfloat16)
+    loss_of(model(data(0, 0).bfloat16(), 0)).backward()
+    with pytest.raises(UsageError, match="moved or converted"):
+        optimizer.step()
+    sparse = nn.Embedding(10, 4, sparse=True)
+    sparse_optimizer = ShardedOptimizer(sparse.parameters(), AdamW)
+    sparse(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match="sparse"):
+        sparse_optimizer.step()
+
+
+def test_what_cannot_work_is_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(1).run(_refuse)
+
+
+def _mixed_dtypes(_rank: int, _world_size: int, partition: str) -> None:
+    def build() -> nn.Module:
+        model = _model()
+        model.third.to(torch.bfloat16)
+        return model
+
+    def run(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        hidden = model.second(torch.relu(model.first(data(step, 7))))
+        model.third(hidden.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+
+    ours, alone = build(), build()
+    sharded = ShardedOptimizer(ours.parameters(), AdamW, partition=partition, **ADAMW)
+    whole = AdamW(alone.parameters(), **ADAMW)
+    for step in range(4):
+        run(ours, sharded, step)
+        run(alone, whole, step)
+        _require_bits(ours, alone)
+
+
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+def test_mixed_dtypes(rank_pool: Pools, partition: str) -> None:
+    rank_pool(3).run(_mixed_dtypes, partition)
+
+
+def _scaled(_rank: int, _world_size: int) -> None:
+    ours, alone = _model(), _model()
+    optimizers = ShardedOptimizer(ours.parameters(), SGD, lr=0.1), SGD(alone.parameters(), lr=0.1)
+    for model, optimizer in zip((ours, alone), optimizers, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step, factor in enumerate((1.0, float("inf"), 1.0)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model(data(step, 7), 0)) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    _require_bits(ours, alone)
+
+
+def test_a_gradient_scaler_skips_steps(rank_pool: Pools) -> None:
+    rank_pool(2).run(_scaled)
+
+
+def _outlive(_rank: int, _world_size: int) -> None:
+    model = BucketedDataParallel(Layered())
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert isinstance(optimizer, Optimizer)
+
+
+def test_the_defaults_of_the_optimizer_are_in_the_groups(rank_pool: Pools) -> None:
+    rank_pool(2).run(_outlive)
