@@ -78,7 +78,7 @@ class Reduction(Pending):
 def start_reduction(message: Tensor, group: dist.ProcessGroup) -> Reduction:
     """Starts to add up equally long flat messages; their length is a multiple of the ranks."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = message.view(num_ranks, -1)
+    rows = message.view(num_ranks, message.numel() // num_ranks)
     if num_ranks == 1:
         return Reduction(rows, message, None)
     if message.device.type == "cuda":

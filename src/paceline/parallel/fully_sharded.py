@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
@@ -144,8 +145,17 @@ class _Schedule:
             layer.num_users += 1
         user.show_full()
 
-    def after_forward(self, user: LayerUser, first: int, output: Any) -> None:
-        """Frees what a module needed, and watches for the gradients of its output."""
+    def after_forward(
+        self, user: LayerUser, first: int, sources: Sequence[Node | None], output: Any
+    ) -> None:
+        """Frees what a module needed, and watches for the gradients of its output.
+
+        Args:
+            user: The module.
+            first: How many uses had ended when it began.
+            sources: What computed its inputs.
+            output: What it returned.
+        """
         user.show_shards()
         for layer in user.layers:
             layer.num_users -= 1
@@ -153,7 +163,11 @@ class _Schedule:
             return  # The backward that follows needs them.
         tensors = list(tensors_in(output))
         _require_watchable(user, output, tensors)
-        is_watched = torch.is_grad_enabled() and self._watch(tensors)
+        # The gradient of what is only handed on arrives when the layer's backward is long over.
+        computed = [tensor for tensor in tensors if tensor.grad_fn not in (None, *sources)]
+        is_watched = torch.is_grad_enabled() and bool(computed)
+        if is_watched:
+            self._watch(computed)
         self._forward.uses.append(_Use(user=user, first=first, is_watched=is_watched))
         is_last = len(self._forward.uses) == len(self._known.uses)
         if not (is_last and is_watched and user.module.training):
@@ -181,15 +195,13 @@ class _Schedule:
         following = known[len(so_far) : len(so_far) + _LAYERS_AHEAD]
         return [layer for user in following for layer in user.layers]
 
-    def _watch(self, tensors: Sequence[Tensor]) -> bool:
-        """Lets the gradients of a module's output begin its backward, if there can be any."""
+    def _watch(self, tensors: Sequence[Tensor]) -> None:
+        """Lets the gradients of a module's output begin its backward."""
         forward, place = self._forward, len(self._forward.uses)
-        differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        for tensor in differentiable:
+        for tensor in tensors:
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 lambda _gradient: self._before_backward(forward, place)
             )
-        return bool(differentiable)
 
     def _begin_backward(self) -> _BackwardPass:
         if self._backward is None:
@@ -324,17 +336,18 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _call_around_forward(user: LayerUser, schedule: _Schedule) -> None:
-    firsts: list[int] = []
+    begun: list[tuple[int, list[Node | None]]] = []
 
-    def before(_module: nn.Module, _arguments: Any) -> None:
-        firsts.append(schedule.num_uses)
+    def before(_module: nn.Module, arguments: Any, keywords: Any) -> None:
+        sources = [tensor.grad_fn for tensor in tensors_in([arguments, keywords])]
+        begun.append((schedule.num_uses, sources))
         schedule.before_forward(user)
 
     def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        schedule.after_forward(user, firsts.pop(), output)
+        schedule.after_forward(user, *begun.pop(), output)
 
     # Other hooks may use the parameters too; after an error there is also something to free.
-    user.module.register_forward_pre_hook(before, prepend=True)
+    user.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     user.module.register_forward_hook(after, always_call=True)
 
 

@@ -1,0 +1,812 @@
+"""The fully sharded container against one process with all data, and what it keeps in memory."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from paceline.core.specs import ModelShape
+from paceline.models import TransformerLM
+from paceline.parallel import RankPool
+from paceline.parallel.fully_sharded import FullyShardedDataParallel
+from paceline.parallel.fully_sharded_layer import ShardedLayer
+from tests.distributed.toys import MODELS, WIDTH, Layered, Shapes, data, loss_of
+
+Pools = Callable[[int], RankPool]
+
+VOCABULARY = 13
+
+
+class RealShapes(Shapes):
+    """Scalars, an empty tensor, strides of several kinds, and two dtypes; none of them complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(WIDTH))
+
+
+class ToyLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.norm = nn.RMSNorm(8, eps=1e-5)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        return self.head(self.norm(self.embedding(_tokens(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        shape = ModelShape(vocab_size=VOCABULARY, d_model=8, d_ff=12, num_layers=4, num_heads=2)
+        self.language_model = TransformerLM(shape, **keywords)
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        return self.language_model(_tokens(x))
+
+
+class Blocks(nn.Module):
+    """Seven layers of one kind: what is gathered can be counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return x
+
+
+class Nested(nn.Module):
+    """Parameters of the whole, of lists, of a module with layers inside; two are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.shifts = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.inner = Outer()
+        self.groups = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+            for _ in range(2)
+        )
+        self.groups[1]["b"].weight = self.inner.layer.weight
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.also_direct = self.twice.weight
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        x = self.inner(self.twice(x) * self.scale) + self.shifts[0]
+        for group in self.groups:
+            x = x + group["b"](F.gelu(group["a"](x)))
+        return F.linear(self.twice(x), self.also_direct) * self.shifts[1]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain
+
+
+class Recurrent(nn.Module):
+    """A module that keeps its parameters in a list of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Segments(nn.Module):
+    """Checkpoints of two layers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        for index in (0, 2):
+            first, second = self.blocks[index : index + 2]
+            x = checkpoint(
+                lambda y, a=first, b=second: F.gelu(b(F.gelu(a(y)))), x, use_reentrant=False
+            )
+        return x
+
+
+class InsideAndOutside(nn.Module):
+    """A layer whose gradient comes twice, the second time when the first has been sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        x = checkpoint(self.layer, x.clone().requires_grad_(), use_reentrant=True)
+        return self.layer(F.gelu(self.between(x)))
+
+
+class BiasByRank(nn.Module):
+    """All ranks run the same layers, but their losses depend on different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased() for _ in range(3))
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, rank == index)
+        side = self.side(x)
+        return x if rank == 1 else x + side
+
+
+class DetachedByRank(Blocks):
+    """One rank's backward ends half way."""
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = F.gelu(block(x))
+            if rank == 1 and index == 3:
+                x = x.detach()
+        return x
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.idle = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, with_bias: bool) -> Tensor:
+        return F.gelu(F.linear(x, self.weight, self.bias if with_bias else None))
+
+
+OWN_MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        name: MODELS[name]
+        for name in (
+            "layered",
+            "frozen",
+            "tied",
+            "unused",
+            "branching",
+            "checkpoint",
+            "reentrant_checkpoint",
+            "shared_reentrant_checkpoint",
+        )
+    },
+    "shapes": RealShapes,
+    "language": ToyLM,
+    "transformer": Transformer,
+    "checkpointed_transformer": lambda: Transformer(activation_checkpointing="full"),
+    "nested": Nested,
+    "recurrent": Recurrent,
+    "segments": Segments,
+    "inside_and_outside": InsideAndOutside,
+    "bias_by_rank": BiasByRank,
+    "detached_by_rank": DetachedByRank,
+}
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return (x.float() * 1000).long() % VOCABULARY
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    # Momentum and decay move a parameter whose gradient is zero, but not one that has none.
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
+    # A large epsilon: without, gradients near zero become steps of either sign.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3),
+}
+
+
+def _make_pair(
+    rank: int, model: str, **keywords: Any
+) -> tuple[FullyShardedDataParallel, nn.Module]:
+    """Returns a container, made from weights that differ by rank, and its oracle."""
+    torch.manual_seed(rank)
+    container = FullyShardedDataParallel(OWN_MODELS[model](), **keywords)
+    torch.manual_seed(0)
+    return container, OWN_MODELS[model]()
+
+
+def _oracle_backward(oracle: nn.Module, step: int, world_size: int) -> None:
+    for rank in range(world_size):
+        (loss_of(oracle(data(step, rank), rank)) / world_size).backward()
+
+
+def _require_close(container: FullyShardedDataParallel, oracle: nn.Module) -> None:
+    """Gradients and values, in full."""
+    _require_close_gradients(container, oracle)
+    _require_close_values(container, oracle)
+
+
+def _require_close_values(container: FullyShardedDataParallel, oracle: nn.Module) -> None:
+    expected = dict(oracle.named_parameters())
+    gathered = container.gather_full_params()
+    assert list(gathered) == list(expected)
+    for name, full in gathered.items():
+        _require_close_tensor(full, expected[name], f"value of {name}")
+
+
+def _require_close_gradients(container: FullyShardedDataParallel, oracle: nn.Module) -> None:
+    shards = dict(container.module.named_parameters())
+    expected = dict(oracle.named_parameters())
+    assert list(shards) == list(expected)
+    for name, shard in shards.items():
+        assert shard.dim() == 1
+        assert shard.dtype == expected[name].dtype
+        assert shard.requires_grad == expected[name].requires_grad
+        assert (shard.grad is None) == (expected[name].grad is None), name
+        if shard.grad is not None:
+            assert shard.grad.shape == shard.shape
+            assert shard.grad.dtype == shard.dtype
+    # What is gathered are the shards' values, whatever these are: for a moment, the gradients.
+    with torch.no_grad():
+        values = [shard.clone() for shard in shards.values()]
+        for shard in shards.values():
+            shard.zero_() if shard.grad is None else shard.copy_(shard.grad)
+        gradients = container.gather_full_params()
+        for shard, value in zip(shards.values(), values, strict=True):
+            shard.copy_(value)
+    for name, full in gradients.items():
+        gradient = expected[name].grad
+        if gradient is not None:
+            _require_close_tensor(full, gradient, f"gradient of {name}")
+
+
+def _require_close_tensor(own: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(
+        own,
+        expected.detach(),
+        atol=1e-6,
+        rtol=1e-6,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def _present(container: FullyShardedDataParallel) -> list[ShardedLayer]:
+    """Returns the layers whose full parameters have memory."""
+    return [
+        layer
+        for layer in container._layers
+        if any(flat.untyped_storage().nbytes() for flat in layer.flats)
+    ]
+
+
+def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:
+    ours, oracle = _make_pair(rank, model)
+    optimizers = [OPTIMIZERS[optimizer_name](m.parameters()) for m in (ours, oracle)]
+    for step in range(5):
+        loss_of(ours(data(step, rank), rank)).backward()
+        _oracle_backward(oracle, step, world_size)
+        _require_close_gradients(ours, oracle)
+        ours.finish_gradient_synchronization()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        _require_close_values(ours, oracle)
+        assert not _present(ours)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", ["frozen", "shapes", "language", "transformer"])
+def test_training_equals_one_process(
+    rank_pool: Pools, model: str, optimizer: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_train, model, optimizer)
+
+
+@pytest.mark.parametrize("model", OWN_MODELS)
+def test_every_model_trains_on_three_ranks_as_in_one_process(rank_pool: Pools, model: str) -> None:
+    rank_pool(3).run(_train, model, "sgd")
+
+
+def _accumulate(rank: int, world_size: int, model: str, way: str) -> None:
+    ours, oracle = _make_pair(rank, model)
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
+    for step in range(0, 6, 2):
+        if way == "in_turn":
+            for micro in (step, step + 1):
+                loss_of(ours(data(micro, rank), rank)).backward()
+        else:
+            losses = [loss_of(ours(data(micro, rank), rank)) for micro in (step, step + 1)]
+            if way == "together":
+                torch.stack(losses).sum().backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+        for micro in (step, step + 1):
+            _oracle_backward(oracle, micro, world_size)
+        _require_close(ours, oracle)
+        assert not _present(ours)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("way", ["in_turn", "forward_first", "together"])
+@pytest.mark.parametrize("model", ["layered", "nested", "bias_by_rank"])
+def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: str) -> None:
+    rank_pool(3).run(_accumulate, model, way)
+
+
+def _low_precision(rank: int, world_size: int, model: str, dtype: torch.dtype) -> None:
+    """The oracle computes each rank's gradients in the same format, and means and steps wide."""
+    ours, oracle = _make_pair(rank, model, compute_dtype=dtype)
+    exact = copy.deepcopy(oracle)
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
+    for step in range(3):
+        output = ours(data(step, rank), rank)
+        assert output.dtype == dtype
+        loss_of(output).backward()
+        for other in range(world_size):
+            narrow = copy.deepcopy(oracle).to(dtype)
+            narrow.zero_grad()
+            loss_of(narrow(data(step, other).to(dtype), other)).backward()
+            for wide, own in zip(oracle.parameters(), narrow.parameters(), strict=True):
+                if own.grad is not None:
+                    share = own.grad.to(wide.dtype) / world_size
+                    wide.grad = share if wide.grad is None else wide.grad + share
+        # The same operations on the same numbers: only the order of sums over ranks may differ.
+        _require_close(ours, oracle)
+        if step == 0:
+            for other in range(world_size):
+                rounded = data(step, other).to(dtype).float()
+                (loss_of(exact(rounded, other)) / world_size).backward()
+            for own, reference in zip(oracle.parameters(), exact.parameters(), strict=True):
+                # Half a dozen operations, each with half a unit in the last place.
+                if reference.grad is not None:
+                    error = (own.grad - reference.grad).norm() / reference.grad.norm()
+                    assert error < 6 * torch.finfo(dtype).eps
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", ["layered", "language", "tied", "frozen"])
+def test_computing_in_sixteen_bits_keeps_masters(
+    rank_pool: Pools, model: str, dtype: torch.dtype, world_size: int
+) -> None:
+    rank_pool(world_size).run(_low_precision, model, dtype)
+
+
+class _Given(nn.Module):
+    """A parameter whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def _sum_wide(rank: int, _world_size: int, numbers: list[float], dtype: torch.dtype) -> float:
+    container = FullyShardedDataParallel(_Given(), compute_dtype=dtype)
+    container(torch.full((8,), numbers[rank])).backward()
+    (shard,) = container.parameters()
+    assert shard.grad is not None
+    return float(shard.grad.sum())
+
+
+def test_sums_of_sixteen_bit_gradients_lose_nothing(rank_pool: Pools) -> None:
+    # 256 + 1 is no bfloat16; a quarter of 1e-7 is no float16, and four times 3e4 is none either.
+    for numbers, dtype in (
+        ([256.0, 1.0, 1.0, 1.0], torch.bfloat16),
+        ([1.1920929e-07] * 4, torch.float16),
+        ([30000.0] * 4, torch.float16),
+    ):
+        total = sum(rank_pool(4).run(_sum_wide, numbers, dtype))
+        assert total == pytest.approx(8 * sum(numbers) / 4, rel=1e-6)
+
+
+class _Observed(torch.autograd.Function):
+    """Tells when the backward of the layer runs that it is in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
+        ctx.look = look
+        look()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.look()
+        return gradients[0], None
+
+
+class _ObservedBlock(nn.Linear):
+    look: Callable[[], None]
+
+    def forward(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = _Observed.apply(super().forward(x), self.look)
+        return x, x if carried is None else carried
+
+
+class _ObservedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_ObservedBlock(WIDTH, WIDTH) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        carried = None
+        for block in self.blocks:
+            # What a layer only hands on must not gather it when that tensor's gradient arrives.
+            x, carried = block(F.gelu(x), carried)
+        return x + carried
+
+
+def _look_ahead(rank: int, _world_size: int) -> None:
+    ours = FullyShardedDataParallel(_ObservedBlocks())
+    seen: list[list[int]] = []
+
+    def look() -> None:
+        seen.append([index for index, layer in enumerate(ours._layers) if layer in _present(ours)])
+
+    for block in ours.module.blocks:
+        block.look = look
+    forwards = [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6], [6]]
+    backwards = [[4, 5, 6], [3, 4, 5], [2, 3, 4], [1, 2, 3], [0, 1, 2], [0, 1], [0]]
+    for step in range(3):
+        output = ours(data(step, rank))
+        # In the first pass nobody knows what comes next.
+        assert seen == (forwards if step else [[index] for index in range(7)])
+        assert [ours._layers.index(layer) for layer in _present(ours)] == ([6] if step else [])
+        seen.clear()
+        loss_of(output).backward()
+        assert seen == backwards
+        assert not _present(ours)
+        seen.clear()
+    with torch.no_grad():
+        ours(data(3, rank))
+    assert seen == forwards
+    assert not _present(ours)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_layers_ahead_are_gathered_and_never_more(rank_pool: Pools, world_size: int) -> None:
+    rank_pool(world_size).run(_look_ahead)
+
+
+def _python_tensor_bytes() -> int:
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _memory(rank: int, world_size: int) -> None:
+    before = _python_tensor_bytes()
+    ours = FullyShardedDataParallel(Blocks())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    shard_bytes = sum(shard.nbytes for shard in ours.parameters())
+    full_bytes = sum(full.nbytes for full in ours.gather_full_params().values())
+    # Each layer's share is filled up to sixteen bytes.
+    assert shard_bytes <= full_bytes / world_size + 16 * 7
+    assert _python_tensor_bytes() - before == shard_bytes
+    for step in range(2):
+        loss_of(ours(data(step, rank), rank)).backward()
+        gradients = {g.untyped_storage()._cdata: g for g in (p.grad for p in ours.parameters())}
+        gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients.values())
+        assert gradient_bytes <= full_bytes / world_size + 32 * 7
+        assert _python_tensor_bytes() - before == shard_bytes + gradient_bytes
+        del gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        assert _python_tensor_bytes() - before == shard_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_between_steps_there_are_shards_alone(rank_pool: Pools, world_size: int) -> None:
+    rank_pool(world_size).run(_memory)
+
+
+def _gather(rank: int, _world_size: int, model: str) -> None:
+    ours, oracle = _make_pair(rank, model, compute_dtype=torch.bfloat16)
+    gathered = ours.gather_full_params()
+    assert list(gathered) == [name for name, _ in oracle.named_parameters()]
+    for name, expected in oracle.named_parameters():
+        full = gathered[name]
+        assert torch.equal(full, expected)
+        assert full.dtype == expected.dtype
+        assert full.untyped_storage().nbytes() == expected.nbytes
+        if expected.is_contiguous(memory_format=torch.channels_last):
+            assert full.is_contiguous(memory_format=torch.channels_last)
+    incompatible = oracle.load_state_dict(gathered, strict=False)
+    assert not incompatible.unexpected_keys
+    names = [name for name, _ in ours.named_parameters()]
+    assert names == [f"module.{name}" for name in gathered]
+    assert not _present(ours)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("model", ["shapes", "tied", "transformer"])
+def test_full_parameters_are_gathered_with_names_shapes_and_strides(
+    rank_pool: Pools, model: str, world_size: int
+) -> None:
+    rank_pool(world_size).run(_gather, model)
+
+
+class _Fragile(Blocks):
+    """Fails where it is told to, and leaves out the layers that it is told to."""
+
+    fails_at: int | None = None
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor, _rank: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index == self.fails_at:
+                raise ZeroDivisionError
+            if index not in self.skipped:
+                x = F.gelu(block(x))
+        return x
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def _fail(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    oracle = _Fragile()
+    ours = FullyShardedDataParallel(copy.deepcopy(oracle))
+    shards = list(ours.parameters())
+    for step, fails_at in enumerate([None, 3, None, 0, 6]):
+        ours.module.fails_at = fails_at
+        if fails_at is not None:
+            with pytest.raises(ZeroDivisionError):
+                ours(data(step, rank), rank)
+            assert not _present(ours)
+            assert all(a is b for a, b in zip(shards, ours.parameters(), strict=True))
+            ours.module.fails_at = None
+            # In a layer itself, and in the midst of backward.
+            with pytest.raises(RuntimeError):
+                ours(data(step, rank)[:, 1:], rank)
+            assert not _present(ours)
+            x = data(step, rank).requires_grad_()
+            handle = ours.module.blocks[2].register_forward_hook(
+                lambda _module, _arguments, output: _FailsInBackward.apply(output)
+            )
+            with pytest.raises(ZeroDivisionError):
+                loss_of(ours(x, rank)).backward()
+            handle.remove()
+        loss_of(ours(data(step, rank), rank)).backward()
+        _oracle_backward(oracle, step, world_size)
+        _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_an_error_the_next_pass_is_right(rank_pool: Pools, world_size: int) -> None:
+    rank_pool(world_size).run(_fail)
+
+
+def _change_course(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    oracle = _Fragile()
+    ours = FullyShardedDataParallel(copy.deepcopy(oracle))
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
+    for step, skipped in enumerate([(), (2, 3), (2, 3), (0, 6), (), (5,)]):
+        ours.module.skipped = oracle.skipped = skipped
+        loss_of(ours(data(step, rank), rank)).backward()
+        _oracle_backward(oracle, step, world_size)
+        _require_close(ours, oracle)
+        assert not _present(ours)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_passes_may_run_other_layers_than_those_before(rank_pool: Pools) -> None:
+    rank_pool(3).run(_change_course)
+
+
+def _evaluate(rank: int, world_size: int, model: str) -> None:
+    ours, oracle = _make_pair(rank, model)
+    for step in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(
+                ours(data(step, rank), rank), oracle(data(step, rank), rank), atol=1e-6, rtol=1e-6
+            )
+        assert not _present(ours)
+        with torch.inference_mode():
+            ours(data(step, rank), rank)
+        assert not _present(ours)
+        ours.eval()
+        output = ours(data(step, rank), rank)
+        assert not _present(ours)
+        loss_of(output).backward()
+        ours.train()
+        _oracle_backward(oracle, step, world_size)
+        loss_of(ours(data(step, rank), rank))  # A training pass whose loss is not used.
+        loss_of(ours(data(step + 9, rank), rank)).backward()
+        _oracle_backward(oracle, step + 9, world_size)
+        _require_close(ours, oracle)
+        with torch.no_grad():
+            for shard, full in zip(ours.parameters(), oracle.parameters(), strict=True):
+                shard.mul_(0.5)
+                full.mul_(0.5)
+
+
+@pytest.mark.parametrize("model", ["layered", "transformer", "nested"])
+def test_evaluation_frees_everything(rank_pool: Pools, model: str) -> None:
+    rank_pool(2).run(_evaluate, model)
+
+
+def _input_gradients(rank: int, _world_size: int) -> None:
+    ours, oracle = _make_pair(rank, "layered")
+    inputs = [data(0, rank).requires_grad_() for _ in range(2)]
+    gradients = [
+        torch.autograd.grad(loss_of(model(x, rank)), x)[0]
+        for model, x in zip((ours, oracle), inputs, strict=True)
+    ]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+    assert all(shard.grad is None for shard in ours.parameters())
+    assert not _present(ours)
+
+
+def test_gradients_of_the_input_alone_leave_parameters_without(rank_pool: Pools) -> None:
+    rank_pool(2).run(_input_gradients)
+
+
+def _unfreeze(rank: int, world_size: int) -> None:
+    ours, oracle = _make_pair(rank, "frozen")
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
+    for step in range(6):
+        for model in (ours.module, oracle):
+            model.second.weight.requires_grad_(step in (2, 3))
+        loss_of(ours(data(step, rank), rank)).backward()
+        _oracle_backward(oracle, step, world_size)
+        _require_close(ours, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_parameters_may_be_frozen_and_unfrozen(rank_pool: Pools) -> None:
+    rank_pool(2).run(_unfreeze)
+
+
+def _groups(rank: int, _world_size: int, as_mesh: bool) -> None:
+    if as_mesh:
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
+    else:
+        group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    torch.manual_seed(rank)
+    ours = FullyShardedDataParallel(Layered(), process_group=group)
+    torch.manual_seed(rank // 2 * 2)
+    oracle = Layered()
+    for other in (rank // 2 * 2, rank // 2 * 2 + 1):
+        (loss_of(oracle(data(0, other), other)) / 2).backward()
+    loss_of(ours(data(0, rank), rank)).backward()
+    _require_close(ours, oracle)
+
+
+@pytest.mark.parametrize("as_mesh", [False, True])
+def test_groups_share_among_themselves(rank_pool: Pools, as_mesh: bool) -> None:
+    rank_pool(4).run(_groups, as_mesh)
+
+
+def _buffers(rank: int, _world_size: int) -> float:
+    module = nn.BatchNorm1d(WIDTH)
+    module.running_mean.fill_(rank + 5)
+    return float(FullyShardedDataParallel(module).module.running_mean[0])
+
+
+def test_buffers_begin_as_the_first_ranks(rank_pool: Pools) -> None:
+    assert rank_pool(2).run(_buffers) == [5.0, 5.0]
+
+
+class _ReturnsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.weight[:2]
+
+
+class _ReturnsObject(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return iter([super().forward(x)])
+
+
+def _refused_when_made() -> Iterator[tuple[nn.Module, str]]:
+    yield nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"
+    yield nn.LazyLinear(2), "'weight' has no shape yet"
+    yield nn.GELU(), "no parameters"
+    yield nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"
+    counts = nn.Linear(2, 2)
+    counts.steps = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    yield counts, "'steps' is torch.int64"
+    compiled = Layered()
+    compiled.second.compile()
+    yield compiled, "'second' is compiled"
+    yield torch.compile(Layered()), "is compiled"
+
+
+def _refuse(rank: int, _world_size: int) -> None:
+    for module, message in _refused_when_made():
+        with pytest.raises(Exception, match=message):
+            FullyShardedDataParallel(module)
+    with pytest.raises(Exception, match="must be a floating-point dtype"):
+        FullyShardedDataParallel(nn.Linear(2, 2), compute_dtype=torch.int32)
+    for module, message in (
+        (nn.Sequential(_ReturnsParameter()), "layer '0' returns a view of its own parameters"),
+        (nn.Sequential(_ReturnsObject(WIDTH, 2)), "layer '0' returns a list_iterator"),
+    ):
+        with pytest.raises(Exception, match=message):
+            FullyShardedDataParallel(module)(data(0, rank))
+    ours = FullyShardedDataParallel(nn.Embedding(10, 4, sparse=True))
+    with pytest.raises(Exception, match=r"'weight' has a torch\.sparse_coo gradient"):
+        ours(torch.tensor([rank])).sum().backward()
+    ours = FullyShardedDataParallel(nn.Linear(WIDTH, 2))
+    with pytest.raises(Exception, match="create_graph=True cannot be averaged"):
+        ours(data(0, rank)).square().sum().backward(create_graph=True)
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(Exception, match="cannot be copied or pickled"):
+            refused(ours)
+    ours.double()
+    with pytest.raises(Exception, match=r"'(weight|bias)' was converted to torch\.float64"):
+        ours(data(0, rank).double())
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(2).run(_refuse)
+
+
+def _disagree(rank: int, _world_size: int) -> None:
+    with pytest.raises(Exception, match="rank 1 has parameter 'weight' of shape"):
+        FullyShardedDataParallel(nn.Linear(2, 2 + rank))
+
+
+def test_models_that_differ_are_named_on_every_rank(rank_pool: Pools) -> None:
+    rank_pool(2).run(_disagree)
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(Exception, match=r"inside of distributed_session\(\)"):
+        FullyShardedDataParallel(nn.Linear(2, 2))
+
+
+def _let_go(rank: int, _world_size: int) -> None:
+    ours, _ = _make_pair(rank, "transformer")
+    loss_of(ours(data(0, rank), rank)).backward()
+    parameter = ours._layers[0].parameters[0]
+    references = [weakref.ref(thing) for thing in (ours, parameter.full, parameter.shard)]
+    del ours, parameter
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_container_that_nobody_uses_is_freed(rank_pool: Pools) -> None:
+    rank_pool(2).run(_let_go)
