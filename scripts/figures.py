@@ -21,6 +21,7 @@ from paceline.reports.profile_tables import (
     operator_table,
     work_table,
 )
+from paceline.reports.sharding_scheme import plot_stages
 from paceline.reports.tables import Table, View, records_table, render_markdown
 from paceline.reports.timeline import plot_designs
 
@@ -72,7 +73,7 @@ PICTURE_SOURCES = {
 }
 
 # Pictures that show how something works, from no record.
-SCHEMES = {"data-parallel-designs": plot_designs}
+SCHEMES = {"data-parallel-designs": plot_designs, "sharding-stages": plot_stages}
 
 
 def read(name: str) -> list[Record]:

@@ -48,3 +48,24 @@ def test_benchmarks_print_iteration_and_communication_time(
     )
     assert alone is not None, output
     assert num_messages is None or int(alone[1]) == num_messages
+
+
+def test_sharding_prints_memory_at_three_instants_with_and_without() -> None:
+    output = _run("sharding_optimizer.py", *SMALL, *FEW)
+    assert re.search(r"^model: bytes-34M, 33,825,280 parameters, 2 ranks on cpu", output, re.M)
+    assert re.findall(r"^(.*):$", output, re.M) == ["without sharding", "with sharding"]
+    peaks = re.findall(
+        r"^  peak memory (after init|before the optimizer step|after the optimizer step): "
+        r"([\d.]+) MiB .*optimizer state ([\d.]+) (?:MiB|B)\)$",
+        output,
+        re.M,
+    )
+    assert len(peaks) == 6, output
+    (_, _, none_yet), (_, before, whole), _, _, (_, before_sharded, half), _ = peaks
+    assert float(none_yet) == 0
+    # Two moments of four bytes, of all parameters and of half of them.
+    assert float(whole) == pytest.approx(8 * 33_825_280 / 2**20, abs=0.01)
+    assert float(half) == pytest.approx(4 * 33_825_280 / 2**20, abs=0.01)
+    saved = float(before) - float(before_sharded)
+    assert saved == pytest.approx(float(whole) - float(half), abs=0.02)
+    assert len(re.findall(r"^  iteration time: [\d.]+ ms", output, re.M)) == 2

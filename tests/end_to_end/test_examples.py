@@ -44,3 +44,19 @@ def test_accumulate_and_clip_gives_the_same_losses_on_any_number_of_ranks() -> N
     ]
     assert len(losses[0].splitlines()) == 5
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_sharded_training_is_continued_by_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
+    def losses(ranks: int, steps: int, checkpoint: str | None) -> list[str]:
+        options = [] if checkpoint is None else ["--checkpoint", str(tmp_path / checkpoint)]
+        command = [sys.executable, ROOT / "examples" / "sharded_training.py"]
+        return subprocess.run(
+            [*command, "--ranks", str(ranks), "--steps", str(steps), *options],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+
+    uninterrupted = losses(1, 6, None)
+    assert len(uninterrupted) == 6
+    assert losses(2, 3, "checkpoint") + losses(3, 6, "checkpoint") == uninterrupted

@@ -1,14 +1,29 @@
 """Arithmetic over frozen specs: parameters, FLOPs, memory. Pure functions, no torch."""
 
+from paceline.accounting.activations import peak_activation_bytes, saved_for_backward_bytes
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
 from paceline.accounting.memory import minimum_attention_bytes, minimum_step_bytes
+from paceline.accounting.model_states import (
+    MemoryParts,
+    ModelStates,
+    model_state_bytes,
+    parameter_sizes,
+    step_memory,
+)
 from paceline.accounting.parameters import ParameterCount, count_parameters
 
 __all__ = [
     "FlopsPerToken",
+    "MemoryParts",
+    "ModelStates",
     "ParameterCount",
     "count_parameters",
     "flops_per_token",
     "minimum_attention_bytes",
     "minimum_step_bytes",
+    "model_state_bytes",
+    "parameter_sizes",
+    "peak_activation_bytes",
+    "saved_for_backward_bytes",
+    "step_memory",
 ]

@@ -13,6 +13,7 @@ from paceline.benchmarks.config import (
     DataParallelSweep,
     StepSweep,
 )
+from paceline.benchmarks.optimizer_config import OptimizerSweep
 from paceline.cli.output import (
     OutputOptions,
     case_progress,
@@ -71,7 +72,18 @@ class DataParallelCommand:
     output: OutputOptions
 
 
-Subject: TypeAlias = StepCommand | AttentionCommand | CommunicationCommand | DataParallelCommand
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerCommand:
+    """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
+
+    sweep: OptimizerSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
+Subject: TypeAlias = (
+    StepCommand | AttentionCommand | CommunicationCommand | DataParallelCommand | OptimizerCommand
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +95,7 @@ class BenchCommand:
         | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
         | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
         | Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
+        | Annotated[OptimizerCommand, tyro.conf.subcommand("optimizer")]
     )
 
 
@@ -135,6 +148,11 @@ def _records(
         logging.basicConfig(format="paceline: %(message)s")
         logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
         return data_parallel_records(subject.sweep, on_progress)
+
+    if isinstance(subject, OptimizerCommand):
+        from paceline.benchmarks.optimizer_sweep import optimizer_records
+
+        return optimizer_records(subject.sweep)
 
     from paceline.benchmarks.sweep import attention_records, step_records
 

@@ -31,13 +31,14 @@ def print_record(record: "Record") -> None:
 
 
 def print_tables(records: "Sequence[Record]") -> None:
-    """Prints a table for each kind of measurement; predictions are not among them."""
+    """Prints a table for each kind of measurement, with what was predicted of it."""
     from paceline.records.kinds import PREDICTION
+    from paceline.reports.optimizer_tables import with_predictions
     from paceline.reports.tables import records_table, render_rich
 
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
         chosen = [record for record in records if record.kind == kind]
-        stdout_console().print(render_rich(records_table(chosen)))
+        stdout_console().print(render_rich(records_table(with_predictions(chosen, records))))
 
 
 def stdout_console() -> "Console":

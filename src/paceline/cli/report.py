@@ -24,6 +24,7 @@ PlotName = Literal[
     "communication",
     "strategies",
     "bucket-size",
+    "optimizer-memory",
     "memory-timeline",
     "timelines",
 ]
@@ -79,9 +80,11 @@ def run(command: ReportCommand) -> int:
 
 
 def _print_table(command: TableCommand, records: "list[Record]") -> None:
+    from paceline.reports.optimizer_tables import with_predictions
     from paceline.reports.selection import single_kind
     from paceline.reports.tables import records_table, render_csv, render_markdown, render_rich
 
+    every = records
     if command.kind is not None:
         kinds = sorted({record.kind for record in records})
         if command.kind not in kinds:
@@ -94,10 +97,12 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
             print_record(record)
     elif command.format == "csv":
         sys.stdout.write(render_csv(records))
-    elif command.format == "markdown":
-        sys.stdout.write(render_markdown(records_table(records, command.view)))
     else:
-        stdout_console().print(render_rich(records_table(records, command.view)))
+        table = records_table(with_predictions(records, every), command.view)
+        if command.format == "markdown":
+            sys.stdout.write(render_markdown(table))
+        else:
+            stdout_console().print(render_rich(table))
 
 
 def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:

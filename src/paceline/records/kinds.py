@@ -120,6 +120,8 @@ _KINDS: dict[str, Kind] = {
             join_key=_DATA_PARALLEL,
             method=("baseline", "warmup", "rounds"),
         ),
+        # Memory of such steps by what it holds, one strategy after the other.
+        Kind(name="optimizer", join_key=_DATA_PARALLEL, method=("warmup", "steps")),
         # Where the time of such steps went on one rank, and one of them in detail.
         Kind(
             name="timeline",

@@ -9,6 +9,7 @@ from paceline.reports.attention_plots import plot_attention_memory, plot_attenti
 from paceline.reports.communication_plots import plot_communication
 from paceline.reports.data_parallel_plots import plot_bucket_size, plot_strategies
 from paceline.reports.memory_plots import plot_memory_timeline
+from paceline.reports.optimizer_plots import plot_optimizer_memory
 from paceline.reports.step_plots import plot_precision, plot_step_time, plot_warmup
 from paceline.reports.trace_timeline import plot_timelines
 
@@ -25,6 +26,7 @@ PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], "Figure"]]]
     "communication": ("comm", "size_bytes", plot_communication),
     "strategies": ("ddp", None, plot_strategies),
     "bucket-size": ("ddp", "bucket_size_mb", plot_bucket_size),
+    "optimizer-memory": ("optimizer", None, plot_optimizer_memory),
     "memory-timeline": ("memory_timeline", None, plot_memory_timeline),
     "timelines": ("timeline", None, plot_timelines),
 }

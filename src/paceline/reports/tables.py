@@ -125,6 +125,15 @@ _STEP_PARTS = (
     ),
 )
 
+_INSTANTS = {
+    "after_init": "after init",
+    "before_step": "before step",
+    "after_step": "after step",
+}
+_PEAKS = tuple(
+    _bytes_column(header, f"peak_{instant}_bytes") for instant, header in _INSTANTS.items()
+)
+
 _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
     ("step", "time"): (
         *(_time_column(name) for name in ("forward", "backward", "optimizer", "step")),
@@ -169,6 +178,28 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
         _Column(header="alone (ms)", metrics=("communication_s",), format=_milliseconds),
         _number_column("messages", "num_messages", ".0f"),
         _number_column("chosen", "chosen_bucket_size_mb", "g", unit=" MiB"),
+    ),
+    ("optimizer", "time"): (
+        _time_column("step"),
+        _time_column("optimizer"),
+        *_PEAKS,
+        *(
+            _bytes_column(name.replace("_", " "), f"before_step_{name}_bytes")
+            for name in ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+        ),
+        _bytes_column("predicted", "predicted_peak_before_step_bytes"),
+        _number_column("error", "peak_before_step_bytes_error", "+.2%"),
+    ),
+    ("optimizer", "memory"): (
+        *_PEAKS,
+        *(
+            _bytes_column(f"predicted {header}", f"predicted_peak_{instant}_bytes")
+            for instant, header in _INSTANTS.items()
+        ),
+        *(
+            _bytes_column(f"resident {header}", f"resident_peak_{instant}_bytes")
+            for instant, header in _INSTANTS.items()
+        ),
     ),
     ("timeline", "time"): _STEP_PARTS,
     ("trace_step", "time"): _STEP_PARTS,

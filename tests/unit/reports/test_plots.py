@@ -15,6 +15,7 @@ from tests.unit.reports.factory import (
     timeline_prediction,
     timeline_record,
 )
+from tests.unit.reports.test_optimizer_plots import RECORDS as OPTIMIZER
 
 STEPS = [
     step_record(model=model, precision=precision, warmup=warmup, seconds=seconds)
@@ -56,7 +57,7 @@ def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathl
     contents = []
     for attempt in ("first", "second"):
         paths = save_figure(
-            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL, *TRACED]),
+            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL, *TRACED, *OPTIMIZER]),
             tmp_path / attempt,
             name,
         )

@@ -1,0 +1,113 @@
+"""From the memory and times of steps under several strategies to records and predictions."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from paceline.accounting.model_states import MemoryParts, step_memory
+from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.optimizer import OptimizerResult, measure
+from paceline.benchmarks.optimizer_config import OptimizerCase, OptimizerSweep
+from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, measuring_ranks
+from paceline.benchmarks.step import step_case_fields
+from paceline.core.errors import PacelineError
+from paceline.core.specs import precision_preset
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import PREDICTION, PREDICTS
+
+_DEFAULT_WORLD_SIZE = 2
+# What making a model and following its first steps may take.
+_GRACE_S = 600.0
+
+
+def optimizer_records(sweep: OptimizerSweep) -> Iterator[Record]:
+    """Measures every model under every strategy; yields records on rank 0 only."""
+    for ranks in measuring_ranks(
+        world_sizes=() if sweep.world_size is None else (sweep.world_size,),
+        default=(_DEFAULT_WORLD_SIZE,),
+        flag="--world-size",
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        run_timeout_s=sweep.timeout_s + sweep.time_limit_s + _GRACE_S,
+    ):
+        for case in sweep.cases():
+            for record in _records_of(sweep, case, ranks):
+                if ranks.is_first:
+                    yield record
+
+
+def _records_of(
+    sweep: OptimizerSweep, case: OptimizerCase, ranks: MeasuringRanks
+) -> Iterator[Record]:
+    try:
+        metrics = _metrics(ranks.run(measure, case, sweep.time_limit_s))
+        reason = None
+    except PacelineError as error:
+        if not ranks.survives_failure:
+            raise
+        metrics, reason = {}, failure_reason(error)
+    fields = _case_fields(case, ranks)
+    yield Record(
+        kind="optimizer",
+        case=fields,
+        environment=current_environment(),
+        metrics=metrics,
+        outcome="ok" if reason is None else "failed",
+        reason=reason,
+    )
+    predicted = _predict(case, ranks.world_size)
+    if predicted is not None:
+        yield Record(
+            kind=PREDICTION,
+            case={PREDICTS: "optimizer", **fields},
+            environment=current_environment(),
+            metrics=predicted,
+            outcome="ok",
+        )
+
+
+def _metrics(result: OptimizerResult) -> dict[str, Metric]:
+    return {
+        **{name: Metric.from_samples(values) for name, values in result.samples.items()},
+        **_memory_metrics(result.memory),
+        **{
+            f"resident_peak_{instant}_bytes": Metric(value=value)
+            for instant, value in result.resident_bytes.items()
+        },
+    }
+
+
+def _memory_metrics(instants: dict[str, MemoryParts]) -> dict[str, Metric]:
+    metrics = {}
+    for instant, parts in instants.items():
+        for name, value in dataclasses.asdict(parts).items():
+            metrics[f"{instant}_{name}_bytes"] = Metric(value=value)
+        metrics[f"peak_{instant}_bytes"] = Metric(value=parts.total)
+    return metrics
+
+
+def _predict(case: OptimizerCase, world_size: int) -> dict[str, Metric] | None:
+    """Returns what the formulas expect, where they apply: float32 on a CPU."""
+    if case.step.precision != "float32" or resolve_device(case.step.device).type != "cpu":
+        return None
+    return _memory_metrics(
+        step_memory(
+            case.step.shape,
+            case.step.batch,
+            precision_preset(case.step.precision),
+            case.variant.strategy,
+            world_size,
+            activation_checkpointing=case.step.activation_checkpointing,
+        )
+    )
+
+
+def _case_fields(case: OptimizerCase, ranks: MeasuringRanks) -> dict[str, CaseValue]:
+    step = step_case_fields(case.step, describe_place(resolve_device(case.step.device)))
+    del step["phase"]
+    return {
+        "strategy": case.variant.strategy,
+        "bucket_size_mb": case.variant.bucket_size_mb,
+        **step,
+        **ranks.place,
+        "optimizer": "adamw-fused",
+    }
