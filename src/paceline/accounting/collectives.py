@@ -7,6 +7,7 @@ whole input of a reduce-scatter, one rank's buffer otherwise. All cost functions
     ring all-reduce                 2(p-1) alpha + 2(p-1)/p S/W
     ring all-gather, reduce-scatter  (p-1) alpha +  (p-1)/p S/W
     pairwise all-to-all              (p-1) alpha +  (p-1)/p S/W
+    reduce to owners, gather from owners: as reduce-scatter and all-gather
     pipelined broadcast, reduce      (p-1) alpha +          S/W
     double tree all-reduce    2 ceil(log2 p) alpha +       2 S/W
     hierarchical all-reduce   reduce-scatter inside hosts, all-reduce of S/m across, all-gather
@@ -30,7 +31,7 @@ def bus_factor(operation: Operation, world_size: Numbers) -> Any:
     ranks = np.asarray(world_size, dtype=np.float64)
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+    if operation not in ("broadcast", "reduce"):
         return (ranks - 1) / ranks
     return np.where(ranks > 1, 1.0, 0.0)
 

@@ -24,6 +24,8 @@ from paceline.parallel.collectives import (
     reduce_numbers,
     reduce_scatter_single,
 )
+from paceline.parallel.data_parallel import resolve_group
+from paceline.parallel.exchange import start_gathering, start_reduction
 from paceline.parallel.process_group import collective_error
 
 _ELEMENT_BYTES = 4
@@ -42,14 +44,15 @@ class Collective:
     def __init__(self, operation: Operation, size_bytes: int, device: torch.device) -> None:
         self.operation = operation
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._group = resolve_group(None)
         # A whole number of elements for each rank, so that no operation has a remainder.
         self.num_elements = (
             max(1, size_bytes // _ELEMENT_BYTES // self.world_size) * self.world_size
         )
         self.size_bytes = self.num_elements * _ELEMENT_BYTES
         self._chunk = self.num_elements // self.world_size
-        in_chunks = operation == "all_gather"
-        out_chunks = operation == "reduce_scatter"
+        in_chunks = operation in ("all_gather", "gather_from_owners")
+        out_chunks = operation in ("reduce_scatter", "reduce_to_owners")
         self.input = torch.empty(
             self._chunk if in_chunks else self.num_elements, device=device, dtype=torch.float32
         )
@@ -59,6 +62,8 @@ class Collective:
             if in_place
             else torch.empty(self._chunk if out_chunks else self.num_elements, device=device)
         )
+        if operation == "gather_from_owners":  # Works in place.
+            self.input = self.output[self.rank * self._chunk :][: self._chunk]
         calls: dict[Operation, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(self.input),
             "all_gather": lambda: all_gather_single(self.output, self.input),
@@ -66,6 +71,8 @@ class Collective:
             "broadcast": lambda: dist.broadcast(self.input, _ROOT),
             "reduce": lambda: dist.reduce(self.input, _ROOT),
             "all_to_all": lambda: dist.all_to_all_single(self.output, self.input),
+            "reduce_to_owners": self._reduce_to_owners,
+            "gather_from_owners": self._gather_from_owners,
         }
         self._call = calls[operation]
 
@@ -75,6 +82,15 @@ class Collective:
             self._call()
         except RuntimeError as error:
             raise collective_error(self.operation, self.size_bytes, error) from error
+
+    def _reduce_to_owners(self) -> None:
+        reduction = start_reduction(self.input, self._group)
+        reduction.wait()
+        reduction.add_to(self.output, overwrite=True)
+
+    def _gather_from_owners(self) -> None:
+        borders = range(0, self.num_elements + 1, self._chunk)
+        start_gathering(self.output, borders, self._group).wait()
 
     def check(self) -> None:
         """Runs the operation on known values and looks at every element."""
@@ -101,7 +117,7 @@ class Collective:
             return numbers * total if self.rank == _ROOT else None
         if self.operation == "broadcast":
             return numbers * (_ROOT + 1)
-        if self.operation == "reduce_scatter":
+        if self.operation in ("reduce_scatter", "reduce_to_owners"):
             return total * (self.rank + 1)
         if self.operation == "all_to_all":
             return numbers * (self.rank + 1)

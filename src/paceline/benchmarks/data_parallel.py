@@ -17,7 +17,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.benchmarks.config import DataParallelCase, Variant
 from paceline.benchmarks.memory import step_peaks, storage_bytes
@@ -31,7 +31,6 @@ from paceline.parallel.collectives import reduce_numbers
 from paceline.parallel.exchange import Reduction, start_reduction
 from paceline.parallel.hooks import when_complete
 from paceline.parallel.sharded_data_parallel import ShardedDataParallel
-from paceline.parallel.sharded_optimizer import ShardedOptimizer, local_tensor
 from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
 
 STEP = "step_time_s"
@@ -100,13 +99,6 @@ class DataParallelStep(TrainingStep):
             laps[EXPOSED] = seconds_between(self._last_gradient, moments[-1])
             laps["backward_time_s"] -= laps[EXPOSED]
         return laps | {STEP: seconds_between(moments[0], moments[-1])}
-
-    def gradients(self) -> list[Tensor]:
-        """Returns the gradients that this rank holds."""
-        own = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if isinstance(self.optimizer, ShardedOptimizer):
-            own += self.optimizer.gradient_tensors()
-        return [local_tensor(gradient) for gradient in own]
 
     def memory(self) -> dict[str, int]:
         """Returns what gradients occupy after backward, and the peak of forward and backward."""

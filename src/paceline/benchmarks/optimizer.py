@@ -21,12 +21,11 @@ import ctypes
 import dataclasses
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.accounting.model_states import INSTANTS, MemoryParts
@@ -39,7 +38,7 @@ from paceline.benchmarks.memory import (
 from paceline.benchmarks.optimizer_config import OptimizerCase
 from paceline.benchmarks.step import LEARNING_RATE, TrainingStep
 from paceline.parallel.collectives import reduce_numbers
-from paceline.parallel.sharded_optimizer import ShardedOptimizer
+from paceline.parallel.sharded_optimizer import local_tensor
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 
 STEP = "step_time_s"
@@ -81,20 +80,12 @@ class OptimizerStep(TrainingStep):
         """Runs a step up to its optimizer."""
         self.backward(self.forward())
 
-    def gradients(self) -> list[Tensor]:
-        """Returns the gradients that this rank has now."""
-        parameters = self.model.parameters()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if isinstance(self.optimizer, ShardedOptimizer):
-            gradients += self.optimizer.gradient_tensors()
-        return gradients
-
     def named_bytes(self) -> dict[str, int]:
         """Returns what this rank's parameters, gradients and optimizer state occupy now."""
         return {
-            "parameters": storage_bytes(_local(self.model.parameters())),
-            "gradients": storage_bytes(_local(self.gradients())),
-            "optimizer_state": storage_bytes(_local(self.optimizer_state())),
+            "parameters": storage_bytes(map(local_tensor, self.model.parameters())),
+            "gradients": storage_bytes(self.gradients()),
+            "optimizer_state": storage_bytes(self.optimizer_state()),
         }
 
 
@@ -218,12 +209,8 @@ def _visible(device: torch.device) -> list[Tensor]:
     """Returns all tensors on a device that Python sees, as what this rank holds of them."""
     # By type: an object may pretend to be of another class, and do work to find out.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    return [tensor for tensor in _local(tensors) if tensor.device.type == device.type]
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns what this rank holds of tensors, of which some may be divided among ranks."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    local = map(local_tensor, tensors)
+    return [tensor for tensor in local if tensor.device.type == device.type]
 
 
 def measure(device: torch.device, case: OptimizerCase, time_limit_s: float) -> OptimizerResult:

@@ -32,7 +32,7 @@ from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
-from paceline.parallel.sharded_optimizer import state_tensors
+from paceline.parallel.sharded_optimizer import ShardedOptimizer, local_tensor, state_tensors
 from paceline.records.schema import CaseValue, Metric
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
@@ -157,6 +157,14 @@ class TrainingStep:
         if self.phase != "forward":
             self.backward(loss)
 
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients that this rank has now."""
+        parameters = self.model.parameters()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if isinstance(self.optimizer, ShardedOptimizer):
+            gradients += self.optimizer.gradient_tensors()
+        return [local_tensor(gradient) for gradient in gradients]
+
     def optimizer_state(self) -> list[Tensor]:
         """Returns the tensors that the optimizer keeps from step to step."""
         return state_tensors(self.optimizer)
@@ -164,7 +172,7 @@ class TrainingStep:
     def resident_tensors(self) -> list[Tensor]:
         """Returns what exists before a step and outlives it."""
         return [
-            *self.model.parameters(),
+            *map(local_tensor, self.model.parameters()),
             *self.model.buffers(),
             *self.optimizer_state(),
             self.inputs,

@@ -33,7 +33,7 @@ def print_record(record: "Record") -> None:
 def print_tables(records: "Sequence[Record]") -> None:
     """Prints a table for each kind of measurement, with what was predicted of it."""
     from paceline.records.kinds import PREDICTION
-    from paceline.reports.optimizer_tables import with_predictions
+    from paceline.reports.predictions import with_predictions
     from paceline.reports.tables import records_table, render_rich
 
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):

@@ -80,7 +80,7 @@ def run(command: ReportCommand) -> int:
 
 
 def _print_table(command: TableCommand, records: "list[Record]") -> None:
-    from paceline.reports.optimizer_tables import with_predictions
+    from paceline.reports.predictions import with_predictions
     from paceline.reports.selection import single_kind
     from paceline.reports.tables import records_table, render_csv, render_markdown, render_rich
 

@@ -14,10 +14,13 @@ the line allows; gloo's all-to-all takes 284 and 301, an all-reduce 281 and 422,
 cost more than the line.
 """
 
-import concurrent.futures
 import contextlib
 import functools
+import queue
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,9 @@ _MOST_PEERS = 16
 # Each kind is matched in its own order, whatever else is sent between two ranks.
 _REDUCTION_TAG = 40_001
 _GATHERING_TAG = 40_002
+
+
+_Waiting: TypeAlias = tuple[Sequence[dist.Work], Future[None]]
 
 
 class Pending:
@@ -57,7 +63,10 @@ class Pending:
         self._operation = operation
         self._num_bytes = num_bytes
         self._works = [work for work in works if work is not None]
-        self._end = _waiter().submit(_wait_for_all, self._works) if direct else None
+        self._end: Future[None] | None = None
+        if direct:
+            self._end = Future()
+            _waiting_line().put((self._works, self._end))
 
     def is_completed(self) -> bool:
         """Whether waiting would take no time."""
@@ -153,11 +162,7 @@ def start_gathering(flat: Tensor, borders: Sequence[int], group: dist.ProcessGro
         return Pending(name, flat.nbytes, [])
     shares = [flat[borders[owner] : borders[owner + 1]] for owner in range(num_ranks)]
     if flat.device.type == "cuda" or num_ranks > _MOST_PEERS:
-        if len({share.numel() for share in shares}) == 1:
-            work = all_gather_single(flat, shares[rank], group=group, async_op=True)
-        else:
-            work = dist.all_gather(shares, shares[rank], group=group, async_op=True)
-        return Pending(name, flat.nbytes, [work])
+        return Pending(name, flat.nbytes, _gather_by_collectives(flat, shares, group))
     peers = _peers(rank, num_ranks)
     # Parameters may be under way when a profiler stops, and a message that it has seen begin would
     # end in memory that it has freed.
@@ -169,6 +174,22 @@ def start_gathering(flat: Tensor, borders: Sequence[int], group: dist.ProcessGro
             _GATHERING_TAG,
         )
     return Pending(name, flat.nbytes, works, direct=True)
+
+
+def _gather_by_collectives(
+    flat: Tensor, shares: list[Tensor], group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    own = shares[dist.get_rank(group)]
+    if len({share.numel() for share in shares}) == 1:
+        return [all_gather_single(flat, own, group=group, async_op=True)]
+    if flat.device.type == "cuda":
+        return [dist.all_gather(shares, own, group=group, async_op=True)]
+    # gloo gathers equal shares only.
+    return [
+        dist.broadcast(share, group=group, group_src=owner, async_op=True)
+        for owner, share in enumerate(shares)
+        if share.numel()
+    ]
 
 
 def _peers(rank: int, num_ranks: int) -> list[int]:
@@ -207,6 +228,21 @@ def _wait_for_all(works: Sequence[dist.Work]) -> None:
 
 
 @functools.cache
-def _waiter() -> concurrent.futures.Executor:
-    """Returns a thread that waits: a message from rank to rank is only over when waited for."""
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-exchange")
+def _waiting_line() -> "queue.SimpleQueue[_Waiting]":
+    """Returns what a thread waits for in turn: direct messages are only over when waited for."""
+    line: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+    # A rank that fails must end at once, and not when its last message has arrived.
+    threading.Thread(target=_wait_in_turn, args=(line,), daemon=True).start()
+    return line
+
+
+def _wait_in_turn(line: "queue.SimpleQueue[_Waiting]") -> None:
+    while True:
+        works, end = line.get()
+        try:
+            _wait_for_all(works)
+        except RuntimeError as error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+        del works, end  # Otherwise they and their tensors would stay until the next come.

@@ -19,8 +19,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import (
     BucketPlan,
-    GradientError,
     plan_buckets,
+    reducible_gradient,
     tensor_spec,
     view_like,
 )
@@ -111,18 +111,10 @@ class _Unit:
     def take_gradient(self, position: int) -> None:
         """Moves a full gradient into the message."""
         parameter, slot = self.parameters[position], self._layout.slots[position]
-        gradient, parameter.full.grad = parameter.full.grad, None
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise GradientError(
-                f"parameter {parameter.name!r} has a {gradient.layout} gradient; only dense ones "
-                "can be synchronised: make its layer with sparse=False"
-            )
-        if gradient.requires_grad:
-            raise GradientError(
-                f"the gradient of parameter {parameter.name!r} has a graph of its own: backward "
-                "with create_graph=True cannot be averaged"
-            )
+        gradient = reducible_gradient(
+            parameter.full, parameter.name, self.flat.dtype, self.flat.device
+        )
+        parameter.full.grad = None
         if self._message is None:
             self._message = torch.zeros_like(self.flat)
         parameter.has_gradient = True

@@ -38,7 +38,9 @@ def plot_strategies(records: Sequence[Record]) -> "Figure":
     places = range(len(chosen))
     left = [0.0] * len(chosen)
     for (name, metric), color in zip(_PHASES.items(), _PHASE_COLORS, strict=True):
-        widths = [record.metrics[metric].value * 1e3 for record in chosen]
+        # A strategy that gathers its parameters does not tell communication from backward.
+        known = [record.metrics.get(metric) for record in chosen]
+        widths = [0.0 if value is None else value.value * 1e3 for value in known]
         axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(places, [_label(record, varying) for record in chosen])

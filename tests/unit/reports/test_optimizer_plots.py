@@ -8,8 +8,8 @@ import pytest
 from paceline.core.units import MIB
 from paceline.records import Metric, Record, find_kind
 from paceline.reports.figures import save_figure
-from paceline.reports.optimizer_tables import with_predictions
 from paceline.reports.plots import draw, drawable_plots
+from paceline.reports.predictions import with_predictions
 from paceline.reports.tables import records_table
 from tests.unit.reports.factory import ENVIRONMENT
 
