@@ -1,9 +1,11 @@
 """Gradients reduced to their owners, against one process with all data."""
 
+import copy
 import functools
 import gc
+import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.parallel import GradientError, RankPool, ShardedDataParallel, ShardedOptimizer
+from paceline.parallel import (
+    BucketedDataParallel,
+    GradientError,
+    RankPool,
+    ShardedDataParallel,
+    ShardedOptimizer,
+    merge_shards,
+    shard_unit,
+)
+from paceline.parallel.exchange import Pending, start_gathering
 from tests.distributed.toys import (
     MODELS,
+    WIDTH,
     Layered,
     data,
     loss_of,
@@ -127,6 +139,197 @@ def _accumulate(rank: int, world_size: int, model: str, way: str) -> None:
 @pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
 def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: str) -> None:
     rank_pool(3).run(_accumulate, model, way)
+
+
+def _accumulate_in_backward(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered", step_mode="in_backward")
+    for step in range(0, 6, 2):
+        with ours.no_sync():
+            loss_of(ours(data(step, rank), rank)).backward()
+        loss_of(ours(data(step + 1, rank), rank)).backward()
+        for micro in (step, step + 1):
+            oracle_backward(oracle, micro, world_size)
+        for optimizer in (sharded, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+    _require_close(ours, oracle)
+    loss_of(ours(data(7, rank), rank)).backward()
+    with pytest.raises(UsageError, match="accumulate in no_sync"):
+        ours(data(8, rank), rank)
+
+
+def test_accumulation_in_backward_needs_no_sync(rank_pool: Pools) -> None:
+    rank_pool(2).run(_accumulate_in_backward)
+
+
+def _clear_through_the_model(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    for step in range(3):
+        for model in (ours, oracle):
+            model.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        sharded.step()
+        whole.step()
+    _require_close(ours, oracle)
+
+
+def test_the_models_zero_grad_clears_shards(rank_pool: Pools) -> None:
+    rank_pool(2).run(_clear_through_the_model)
+
+
+def _weigh(rank: int, world_size: int) -> None:
+    ours, sharded, oracle, whole = _pair(rank, "layered")
+    weights = [1.0, 3.0, 0.0][:world_size]
+    ours.set_gradient_weight(weights[rank])
+    loss_of(ours(data(0, rank), rank)).backward()
+    total = sum(w * loss_of(oracle(data(0, r), r)) for r, w in enumerate(weights))
+    (total / sum(weights)).backward()
+    sharded.step()
+    whole.step()
+    _require_close(ours, oracle)
+
+
+def test_ranks_count_by_their_weights(rank_pool: Pools) -> None:
+    rank_pool(3).run(_weigh)
+
+
+class ReadsOthers(nn.Module):
+    """Modules that read parameters of modules which they do not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
+        self.normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.attention(x, x, x, need_weights=False)
+        y = self.normed(y * self.scales[0]) * self.scales[1]
+        return nn.functional.linear(y, self.shared.weight)
+
+
+def _spoil_what_is_under_way(
+    flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup
+) -> Pending:
+    """Gathers into memory of its own; what is under way is not a number until it is waited for."""
+    arriving = flat.clone()
+    pending = start_gathering(arriving, borders, group)
+    flat.fill_(float("nan"))
+    wait = pending.wait
+
+    def wait_and_arrive() -> None:
+        wait()
+        flat.copy_(arriving)
+
+    pending.wait = wait_and_arrive  # type: ignore[method-assign]
+    return pending
+
+
+def _read_others(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(ReadsOthers(), SMALL_BUCKET_MB / 8)
+    torch.manual_seed(0)
+    oracle = ReadsOthers()
+    sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
+    whole = SGD(oracle.parameters(), lr=0.1)
+    inputs = [data(0, r).reshape(2, 3, WIDTH) for r in range(world_size)]
+    before, shard_unit.start_gathering = shard_unit.start_gathering, _spoil_what_is_under_way
+    try:
+        for _ in range(3):
+            ours(inputs[rank]).square().mean().backward()
+            (sum(oracle(x).square().mean() for x in inputs) / world_size).backward()
+            for optimizer in (sharded, whole):
+                optimizer.step()
+                optimizer.zero_grad()
+        sharded.step()
+        part = ours.module.attention.state_dict()
+        assert all(bool(value.isfinite().all()) for value in part.values())
+        _require_close(ours, oracle)
+    finally:
+        shard_unit.start_gathering = before
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_no_layer_reads_what_is_under_way(rank_pool: Pools) -> None:
+    rank_pool(2).run(_read_others)
+
+
+def _copy_module(rank: int, world_size: int) -> None:
+    ours, sharded, _, _ = _pair(rank, "layered")
+    loss_of(ours(data(0, rank), rank)).backward()
+    sharded.step()
+    ours.wait_for_parameters()
+    average = copy.deepcopy(ours.module)
+    content = io.BytesIO()
+    torch.save(ours.module, content)
+    for own, other in zip(ours.parameters(), average.parameters(), strict=True):
+        assert torch.equal(own, other)
+    loss_of(average(data(0, rank), rank)).backward()
+    # The module outlives its container, and trains under another.
+    inner = ours.module
+    del ours, sharded
+    gc.collect()
+    torch.manual_seed(0)
+    oracle = Layered()
+    oracle.load_state_dict(inner.state_dict())
+    inner.zero_grad()
+    again = BucketedDataParallel(inner)
+    optimizers = ShardedOptimizer(again.parameters(), SGD, lr=0.1), SGD(oracle.parameters(), lr=0.1)
+    loss_of(again(data(1, rank), rank)).backward()
+    oracle_backward(oracle, 1, world_size)
+    for optimizer in optimizers:
+        optimizer.step()
+    _require_close(again, oracle)
+
+
+def test_the_module_is_copied_and_wrapped_anew(rank_pool: Pools) -> None:
+    rank_pool(2).run(_copy_module)
+
+
+def _keep_a_graph(rank: int, _world_size: int) -> None:
+    ours, sharded, _, _ = _pair(rank, "layered")
+    loss = loss_of(ours(data(0, rank), rank))
+    loss.backward(retain_graph=True)
+    sharded.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_of_old_parameters_is_refused(rank_pool: Pools) -> None:
+    with RankPool(1, timeout_s=60) as pool:
+        pool.run(_keep_a_graph)
+
+
+def _clip_little(rank: int, _world_size: int) -> None:
+    ours = ShardedDataParallel(nn.Linear(2, 1, bias=False))
+    ours(torch.ones(3, 2)).sum().backward()
+    norm = ours.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm.float(), torch.tensor(18.0).sqrt())
+
+
+def test_ranks_without_gradients_clip_as_well(rank_pool: Pools) -> None:
+    rank_pool(4).run(_clip_little)
+
+
+def _wide_sums(rank: int, world_size: int) -> None:
+    """One and 255 times a 256th are 1.996 in float32, but stay 1 in bfloat16's eight bits."""
+    ours = ShardedDataParallel(
+        nn.Linear(4, 1, bias=False).bfloat16(), reduction_dtype=torch.float32
+    )
+    sharded = ShardedOptimizer(ours.parameters(), SGD, lr=1.0)
+    scale = [1.0, 2.0**-9, 2.0**-9, 2.0**-9][rank] * world_size
+    (ours(torch.ones(1, 4).bfloat16()) * scale).sum().backward()
+    expected = torch.tensor(1 + 3 * 2.0**-9).bfloat16()
+    assert expected != 1
+    for shard in sharded.shards():
+        assert shard.tensor.grad is not None
+        assert bool((shard.tensor.grad == expected).all())
+
+
+def test_a_wider_reduction_dtype_is_summed_in(rank_pool: Pools) -> None:
+    rank_pool(4).run(_wide_sums)
 
 
 def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None:
@@ -285,6 +488,42 @@ def test_saved_by_four_ranks_continued_by_fewer(
     rank_pool(world_size).run(_continue, saved, master)
 
 
+def _save_hybrid(rank: int, _world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(Layered(), SMALL_BUCKET_MB, process_group=mesh)
+    weights = [p for p in ours.parameters() if p.dim() > 1]
+    sharded = ShardedOptimizer(weights, AdamW, lr=0.01)
+    sharded.add_param_group({"params": [p for p in ours.parameters() if p.dim() == 1]})
+    loss_of(ours(data(0, 7), rank)).backward()
+    sharded.step()
+    return {"model": ours.state_dict(), "optimizer": sharded.state_dict()}
+
+
+def _load_hybrid(rank: int, _world_size: int, saved: list[dict[str, Any]]) -> None:
+    models = [Layered(), Layered()]
+    for model in models:
+        model.load_state_dict(saved[0]["model"])
+    groups = [
+        [{"params": [p for p in m.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
+        for m in models
+    ]
+    sharded = ShardedOptimizer(groups[0], AdamW, lr=0.5)
+    sharded.load_shards(one["optimizer"] for one in saved)
+    whole = AdamW(groups[1], lr=0.5)
+    whole.load_state_dict(merge_shards(one["optimizer"] for one in saved))
+    for model, optimizer in zip(models, (sharded, whole), strict=True):
+        loss_of(model(data(1, 7), rank)).backward()
+        optimizer.step()
+    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_what_replicas_have_saved_is_loaded_once(rank_pool: Pools) -> None:
+    saved = rank_pool(4).run(_save_hybrid)
+    rank_pool(2).run(_load_hybrid, saved)
+
+
 def _memory(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
@@ -317,6 +556,11 @@ def _refuse(rank: int, _world_size: int) -> None:
         ours.clip_grad_norm_(1.0)
     with pytest.raises(UsageError, match="make a ShardedOptimizer"):
         loss_of(ours(data(0, rank), rank)).backward()
+    plain = ShardedDataParallel(Layered())
+    loss_of(plain(data(0, rank), rank)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with pytest.raises(UsageError, match="no ShardedOptimizer updates these"):
+        plain(data(1, rank), rank)
     frozen = Layered()
     frozen.second.weight.requires_grad_(False)
     later = ShardedDataParallel(frozen)

@@ -15,7 +15,6 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.parallel import (
-    BucketedDataParallel,
     OptimizerStateError,
     RankPool,
     ShardedOptimizer,
@@ -443,6 +442,9 @@ def _continue_checkpoint(
     _require_bits(ours, never_saved)
     with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
         optimizer.load_checkpoint(ours, dcp.FileSystemReader(path), prefix="other")
+    renamed = nn.Sequential(ours)
+    with pytest.raises(OptimizerStateError, match=r"knows no parameter '0\.first\.weight'"):
+        optimizer.load_checkpoint(renamed, dcp.FileSystemReader(path))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -557,12 +559,45 @@ def test_a_gradient_scaler_skips_steps(rank_pool: Pools) -> None:
     rank_pool(2).run(_scaled)
 
 
-def _outlive(_rank: int, _world_size: int) -> None:
-    model = BucketedDataParallel(Layered())
-    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+def _defaults(_rank: int, _world_size: int) -> None:
+    optimizer = ShardedOptimizer(Layered().parameters(), AdamW)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    assert isinstance(optimizer, Optimizer)
+    assert optimizer.param_groups[0]["lr"] == AdamW([torch.zeros(1)]).defaults["lr"]
 
 
 def test_the_defaults_of_the_optimizer_are_in_the_groups(rank_pool: Pools) -> None:
-    rank_pool(2).run(_outlive)
+    rank_pool(2).run(_defaults)
+
+
+class Counting(SGD):
+    """Keeps a count among its options, and steps less and less."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.defaults["count"] = 0
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["count"])
+
+
+def _count(_rank: int, _world_size: int) -> None:
+    ours, alone = _model(), _model()
+    optimizers = (
+        ShardedOptimizer(ours.parameters(), Counting, lr=0.1),
+        Counting(alone.parameters(), lr=0.1),
+    )
+    for step in range(4):
+        for model, optimizer in zip((ours, alone), optimizers, strict=True):
+            _step(model, optimizer, step)
+            optimizer.param_groups[0]["lr"] *= 0.9
+        _require_bits(ours, alone)
+
+
+def test_an_optimizer_may_count_in_its_options(rank_pool: Pools) -> None:
+    rank_pool(2).run(_count)

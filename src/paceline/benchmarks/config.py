@@ -18,7 +18,12 @@ from paceline.core.specs import (
     Phase,
     require_buildable,
 )
-from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    BucketSize,
+    StrategyName,
+    require_unscaled,
+)
 from paceline.core.units import parse_bytes
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -347,6 +352,7 @@ class DataParallelSweep:
             raise UsageError("--world-size must be at least 1")
         if not (self.time_limit_s > 0 and self.timeout_s > 0):
             raise UsageError("--time-limit-s and --timeout-s must be positive")
+        require_unscaled(self.strategies, self.precision)
         if "auto" in self.bucket_size_mb and self.warmup < AUTO_WARMUP:
             raise UsageError(f"--warmup must be at least {AUTO_WARMUP} where auto is to choose")
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:

@@ -16,7 +16,7 @@ from paceline.benchmarks.config import (
     Variant,
 )
 from paceline.core.errors import UsageError
-from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName, require_unscaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class OptimizerSweep:
             raise UsageError("--warmup must be at least 1: it tells how long a step takes")
         if not self.bucket_size_mb > 0:
             raise UsageError("--bucket-size-mb must be positive")
+        require_unscaled(self.strategies, self.precision)
         self._steps()
 
     def _steps(self) -> StepSweep:

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from paceline.core.errors import UsageError
+
 StrategyName = Literal[
     "none",
     "naive",
@@ -50,3 +52,13 @@ SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
 
 BucketSize = float | Literal["auto"]
 """In MiB; auto lets the container choose, where it can."""
+
+
+def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> None:
+    """Raises if float16 is asked of a strategy whose gradients a loss scaler cannot see."""
+    blind = [name for name in strategies if name in SHARDED_GRADIENTS]
+    if precision == "float16" and blind:
+        raise UsageError(
+            f"--precision float16 scales the loss, which {blind[0]} cannot undo in divided "
+            "gradients; use bfloat16"
+        )

@@ -111,9 +111,13 @@ class Reduction(Pending):
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """Adds this rank's share of the sum to a tensor, or replaces what is in it.
 
-        Summands in a narrower dtype than the target's are added up in the target's.
+        Summands are added up in the wider dtype of theirs and the target's. Their memory is used.
         """
         first, *others = self._summands
+        if first.dtype.itemsize > target.dtype.itemsize:
+            for summand in others:
+                first.add_(summand)
+            others = []
         if not overwrite:
             target.add_(first)
         elif others and first.dtype == target.dtype:
@@ -215,6 +219,9 @@ def _swap(
 
 @contextlib.contextmanager
 def _unseen_by_profilers() -> Iterator[None]:
+    if not torch.autograd.profiler._is_profiler_enabled:
+        yield
+        return
     torch._C._autograd._enable_record_function(False)
     try:
         yield

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from paceline.parallel.buckets import view_like
 from paceline.parallel.optimizer_state import (
+    STEP,
     OptimizerStateError,
     install,
     load_options,
@@ -34,7 +35,7 @@ from paceline.parallel.unit_optimizer import UnitOptimizer
 
 _STATE = "state"
 _GROUPS = "param_groups"
-_STEP = "step"
+_LAYOUT = "layout"
 
 
 class FlatPiece(Tensor):
@@ -95,6 +96,7 @@ def checkpoint_state(
         for key, value in part.state_of(shard).items()
     }
     state[_GROUPS] = _pack_groups(groups)
+    state[_LAYOUT] = json.dumps({name: _layout(p) for p, name in names.items()})
     return state
 
 
@@ -115,9 +117,10 @@ def load_checkpoint(
         )
     by_parameter: dict[str, list[str]] = {}
     for full_name in saved:
-        parameter_name, _, key = full_name.removeprefix(f"{prefix}.{_STATE}.").rpartition(".")
-        by_parameter.setdefault(parameter_name, []).append(key)
-    wanted: dict[str, Any] = {f"{prefix}.{_GROUPS}": None}
+        if full_name.startswith(f"{prefix}.{_STATE}."):
+            name, _, key = full_name.removeprefix(f"{prefix}.{_STATE}.").rpartition(".")
+            by_parameter.setdefault(name, []).append(key)
+    wanted: dict[str, Any] = {f"{prefix}.{_GROUPS}": None, f"{prefix}.{_LAYOUT}": None}
     found: dict[Shard, dict[str, str]] = {}
     for part in parts:
         for shard in part.shards:
@@ -128,6 +131,7 @@ def load_checkpoint(
                 wanted[full_name] = _room_for(saved[full_name], shard, key)
                 found[shard][key] = full_name
     load(wanted, storage_reader=reader)
+    _require_layout(names, json.loads(wanted[f"{prefix}.{_LAYOUT}"]))
     load_options(groups, _unpack_groups(wanted[f"{prefix}.{_GROUPS}"]))
     install(
         parts,
@@ -161,15 +165,36 @@ def _unpack_groups(text: str) -> list[dict[str, Any]]:
     ]
 
 
+def _layout(parameter: nn.Parameter) -> list[list[int]]:
+    """Returns shape and strides: state is saved in the order of the parameter's memory."""
+    return [list(parameter.shape), list(parameter.stride())]
+
+
+def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> None:
+    for parameter, name in names.items():
+        if name not in saved:
+            raise OptimizerStateError(
+                f"the checkpoint knows no parameter {name!r}, but {', '.join(list(saved)[:3])} and "
+                "others; give the model that was saved, under the same names"
+            )
+        if saved[name] != _layout(parameter):
+            raise OptimizerStateError(
+                f"parameter {name!r} was saved with shape and strides {saved[name]}, and has "
+                f"{_layout(parameter)} now; load it into the same model"
+            )
+
+
 def _names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
-    names = {parameter: name for name, parameter in _inner_parameters(model)}
-    for parameter, number in number_parameters(groups).items():
-        if parameter not in names:
+    """Returns the names of the optimizer's parameters in the model."""
+    known = {parameter: name for name, parameter in _inner_parameters(model)}
+    numbers = number_parameters(groups)
+    for parameter, number in numbers.items():
+        if parameter not in known:
             raise OptimizerStateError(
                 f"parameter {number} of the optimizer is not a parameter of the model; give the "
                 "model that the optimizer was made for"
             )
-    return names
+    return {parameter: known[parameter] for parameter in numbers}
 
 
 def _inner_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -184,7 +209,7 @@ def _num_elements(shard: Shard) -> int:
 
 def _piece(shard: Shard, key: str, value: Any) -> Any:
     """Returns state as a piece of a flat tensor, if it has one number per element."""
-    if key == _STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
+    if key == STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
         return value
     is_whole = shard.tensor is shard.parameter
     flat = flat_elements(shard.parameter, value) if is_whole else value
@@ -195,7 +220,7 @@ def _room_for(saved: Any, shard: Shard, key: str) -> Any:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
-    if key == _STEP or saved.size != (_num_elements(shard),):
+    if key == STEP or saved.size != (_num_elements(shard),):
         return torch.empty(saved.size, dtype=dtype)
     room = torch.empty(shard.end - shard.start, dtype=dtype)
     return FlatPiece.of(room, shard.start, _num_elements(shard))

@@ -22,7 +22,7 @@ from paceline.parallel.shard_unit import Shard, flat_elements
 from paceline.parallel.shards import Partition
 from paceline.parallel.unit_optimizer import MASTER, NOT_OPTIONS, UnitOptimizer
 
-_STEP = "step"  # A parameter without dimensions has state of the same shape.
+STEP = "step"  # A parameter without dimensions has state of the same shape.
 _SHARDS = "shards"
 
 
@@ -39,12 +39,15 @@ class ShardState:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_found: int = 0
     """Elements of the shard that some saved piece holds."""
+    seen: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Pieces that were taken; replicas of a shard save the same one."""
 
     def take(self, saved: Mapping[str, Any], piece: "SavedPiece") -> None:
         """Takes what a saved piece of the parameter holds of this shard."""
         first, last = max(self.shard.start, piece.start), min(self.shard.end, piece.end)
-        if first >= last:
+        if first >= last or (piece.start, piece.end) in self.seen:
             return
+        self.seen.add((piece.start, piece.end))
         self.num_found += last - first
         for name, value in saved.items():
             if (flat := piece.elements(name, value)) is None:
@@ -72,7 +75,7 @@ class ShardState:
         parameter = self.shard.parameter
         return {
             name: view_like(parameter, value)
-            if isinstance(value, Tensor) and value.numel() == self.shard.end and name != _STEP
+            if isinstance(value, Tensor) and value.numel() == self.shard.end and name != STEP
             else value
             for name, value in self.values.items()
         }
@@ -90,9 +93,14 @@ class SavedPiece:
     is_flat: bool
     """Whether its tensors are flat pieces, or have the parameter's shape."""
 
+    @property
+    def num_elements(self) -> int:
+        """Of the whole parameter."""
+        return torch.Size(self.shape).numel() * (1 + self.is_complex)
+
     def elements(self, name: str, value: Any) -> Tensor | None:
         """Returns state that has one number per element, flat; None if it is of another kind."""
-        if not isinstance(value, Tensor) or name == _STEP:
+        if not isinstance(value, Tensor) or name == STEP:
             return None
         if self.is_flat:
             return value if value.shape == (self.end - self.start,) else None
@@ -162,28 +170,34 @@ def merge_shards(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     pieces: dict[int, SavedPiece] = {}
     groups: list[dict[str, Any]] = []
     found: dict[int, int] = {}
+    seen: set[tuple[int, int, int]] = set()
     for saved in states:
         groups = saved["param_groups"]
         for number, fields in saved[_SHARDS].items():
             piece = pieces[number] = SavedPiece(**fields)
+            if (number, piece.start, piece.end) in seen:
+                continue  # Replicas of a shard save the same piece.
+            seen.add((number, piece.start, piece.end))
             found[number] = found.get(number, 0) + piece.end - piece.start
             target = merged.setdefault(number, {})
             for name, value in saved["state"].get(number, {}).items():
+                if name == MASTER:
+                    continue  # The optimizer would take it for state of its own.
                 if (flat := piece.elements(name, value)) is None:
                     target[name] = copy.deepcopy(value)
                     continue
                 if name not in target:
-                    target[name] = torch.empty(_num_elements(piece), dtype=flat.dtype)
+                    target[name] = torch.empty(piece.num_elements, dtype=flat.dtype)
                 target[name][piece.start : piece.end] = flat
     for number, piece in pieces.items():
-        if found[number] != _num_elements(piece):
+        if found[number] != piece.num_elements:
             raise OptimizerStateError(
-                f"the states hold {found[number]} of {_num_elements(piece)} elements of parameter "
-                f"{number}; give those of all ranks, each once"
+                f"the states hold {found[number]} of {piece.num_elements} elements of parameter "
+                f"{number}; give those of all ranks"
             )
         for name, value in merged[number].items():
-            if isinstance(value, Tensor) and value.shape == (_num_elements(piece),):
-                merged[number][name] = value if name == _STEP else piece.shaped(value)
+            if isinstance(value, Tensor) and value.shape == (piece.num_elements,):
+                merged[number][name] = value if name == STEP else piece.shaped(value)
     return {
         "state": {number: state for number, state in sorted(merged.items()) if state},
         "param_groups": groups,
@@ -248,7 +262,3 @@ def _saved_piece(saved: dict[str, Any], number: int, parameter: nn.Parameter) ->
             "model"
         )
     return piece
-
-
-def _num_elements(piece: SavedPiece) -> int:
-    return torch.Size(piece.shape).numel() * (1 + piece.is_complex)

@@ -86,6 +86,14 @@ class ShardUnit:
             )
         self._pending: Pending | None = None
 
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of this rank's shards."""
+        for shard in self.shards:
+            if set_to_none:
+                shard.tensor.grad = None
+            elif shard.tensor.grad is not None:
+                shard.tensor.grad.zero_()
+
     def offset_in_share(self, shard: Shard) -> int:
         """Returns where a shard that was cut from its parameter lies in this rank's share."""
         return int(shard.tensor.storage_offset() - self.master.storage_offset())
@@ -106,6 +114,8 @@ class ShardUnit:
         """Starts to send this rank's share to all, and to receive theirs."""
         if self.has_master:
             self.share.copy_(self.master)
+        # A graph that has saved the old values must not be run backward with the new ones.
+        torch.autograd.graph.increment_version(self.parameters)
         self._pending = start_gathering(self.flat, self.layout.borders, group)
 
     def wait(self) -> None:
@@ -116,9 +126,13 @@ class ShardUnit:
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Takes the parameters' values for the master's, after they were loaded."""
+        """Takes the parameters' values for the master's where they differ, as after loading them.
+
+        Where a parameter is what the master is rounded to, the master knows better.
+        """
         if self.has_master:
-            self.master.copy_(self.share)
+            is_same = self.master.to(self.share.dtype) == self.share
+            self.master.copy_(torch.where(is_same, self.master, self.share.to(self.master.dtype)))
 
 
 def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:

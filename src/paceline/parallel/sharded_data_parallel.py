@@ -18,13 +18,12 @@ behind.
 
 If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
 backward goes on. A norm over all gradients, or whether they are all finite, is known only later,
-so clipping and leaving out a step are refused there.
+so clipping is refused there, and so is going on without the optimizer's step.
 
 On a mesh of two dimensions, replicate x shard, owners are found along the second, and along the
 first the owners of the same share average it.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -38,11 +37,13 @@ from paceline.core.units import MIB
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.exchange import Pending
+from paceline.parallel.parameter_waits import ParameterWaits
 from paceline.parallel.settings import GroupReference, Launch
 from paceline.parallel.shard_unit import Shard, ShardUnit
 from paceline.parallel.sharded_bucket import Presence, ShardedBucket
 from paceline.parallel.sharded_parameters import ShardedParameters
 from paceline.parallel.shards import Partition, cut_evenly
+from paceline.parallel.synchronization import GradientSynchronizer
 
 StepMode = Literal["after_backward", "in_backward"]
 
@@ -75,7 +76,8 @@ class ShardedDataParallel(DataParallel):
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **keywords: Any,
     ) -> None:
-        if bucket_size_mb is not None and not bucket_size_mb > 0:
+        is_number = isinstance(bucket_size_mb, (int, float))
+        if bucket_size_mb is not None and not (is_number and bucket_size_mb > 0):
             raise UsageError(f"bucket_size_mb must be positive, or None; got {bucket_size_mb!r}")
         if step_mode not in ("after_backward", "in_backward"):
             raise UsageError(
@@ -87,6 +89,7 @@ class ShardedDataParallel(DataParallel):
         if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
             self._mesh_groups = _groups_of(process_group)
             process_group = None
+        self._num_passes = 0
         self._buckets: list[ShardedBucket] = []
         self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
         self._undecided: list[tuple[ShardedBucket, list[Shard]]] = []
@@ -97,13 +100,7 @@ class ShardedDataParallel(DataParallel):
             process_group=process_group,
             **keywords,
         )
-        self._wait_in_forward()
-        # On the inner module, because its state is saved and loaded without the container as well.
-        wait = functools.partial(_wait, self._shared)
-        refresh = functools.partial(_refresh, self._shared)
-        module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+        self._waits = ParameterWaits(module, self._shared)
 
     @property
     def _synchronizes(self) -> bool:
@@ -112,8 +109,10 @@ class ShardedDataParallel(DataParallel):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module; each layer waits for its own parameters."""
         if any(_is_compiled(module) for module in self.module.modules()):
-            self.wait_for_parameters()  # A compiled layer must not be broken up by waiting inside.
-        return super().forward(*arguments, **keywords)
+            self.wait_for_parameters()  # A compiled layer cannot wait inside.
+        output = super().forward(*arguments, **keywords)
+        self._waits.learn()
+        return output
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters have the values of the last step."""
@@ -123,6 +122,11 @@ class ShardedDataParallel(DataParallel):
         """Waits for the parameters, and yields them with their names."""
         self.wait_for_parameters()
         return super().named_parameters(*arguments, **keywords)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of parameters and of this rank's shards."""
+        super().zero_grad(set_to_none)
+        self._shared.zero_gradients(set_to_none=set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -154,7 +158,8 @@ class ShardedDataParallel(DataParallel):
             dist.all_reduce(powers, group=self._shared.group.get())
             total = powers ** (1 / norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, scale.float())
+        if gradients:
+            torch._foreach_mul_(gradients, scale.float())
         return total
 
     def _make_buckets(
@@ -182,7 +187,7 @@ class ShardedDataParallel(DataParallel):
                     plan,
                     unit,
                     self._presence,
-                    message_dtype=self._settings.reduction_dtype or plan.dtype,
+                    message_dtype=self._message_dtype(plan.dtype),
                     shard_group=shard_group.get,
                     when_landed=self._land,
                     is_last=number == len(plans) - 1,
@@ -192,15 +197,36 @@ class ShardedDataParallel(DataParallel):
         self._shared = ShardedParameters(
             # Backward reaches the last layers first, forward the first.
             [bucket.unit for bucket in reversed(self._buckets)],
-            _copy_of(shard_group) if steps_in_backward else shard_group,
+            _copy_of(shard_group, self._settings.device) if steps_in_backward else shard_group,
             steps_in_backward=steps_in_backward,
         )
         return self._buckets
+
+    def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Owners on a CPU add up in the master's dtype what they are sent; NCCL adds on the way.
+        adds_on_the_way = self._settings.device.type == "cuda"
+        sums = self._master_dtype if adds_on_the_way else None
+        return self._settings.reduction_dtype or sums or dtype
 
     def _build(self) -> None:
         super()._build()
         assert self._synchronizer is not None
         self._synchronizer.after_run = self._settle
+
+    def _prepare(self) -> GradientSynchronizer:
+        if self._shared.has_stepped and self._intent.synchronize and self.training:
+            raise UsageError(
+                "this container has updated parameters in backward, and the optimizer's step() was "
+                "not called since; call it after every backward that is averaged, and accumulate "
+                'in no_sync(). To leave out steps, use step_mode="after_backward"'
+            )
+        if self._num_passes > 0 and not self._shared.has_optimizer:
+            raise UsageError(
+                "gradients were reduced to their owners, but no ShardedOptimizer updates these; "
+                "make one of this container's parameters in place of a plain optimizer, to which "
+                "they seem to have no gradients"
+            )
+        return super()._prepare()
 
     def _follow_changes(self) -> None:
         known = {parameter for bucket in self._buckets for parameter in bucket.parameters}
@@ -240,6 +266,7 @@ class ShardedDataParallel(DataParallel):
 
     def _settle(self) -> None:
         """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
+        self._num_passes += 1
         for bucket, pending, total in self._landed:
             pending.wait()
             if total is not bucket.gradient:
@@ -256,40 +283,25 @@ class ShardedDataParallel(DataParallel):
                 self._shared.step_unit(bucket.unit)
         self._undecided.clear()
 
-    def _wait_in_forward(self) -> None:
-        unit_of = {parameter: unit for unit in self._shared.units for parameter in unit.parameters}
-        for module in self.module.modules():
-            own = (unit_of[p] for p in module._parameters.values() if p in unit_of)
-            if units := list(dict.fromkeys(own)):
-                module.register_forward_pre_hook(functools.partial(_wait_for, units))
-
-
-def _wait_for(units: Sequence[ShardUnit], _module: nn.Module, _arguments: Any) -> None:
-    for unit in units:
-        unit.wait()
-
-
-def _wait(shared: ShardedParameters, *_: object) -> None:
-    shared.wait()
-
-
-def _refresh(shared: ShardedParameters, *_: object) -> None:
-    for unit in shared.units:
-        unit.refresh_master()
-
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
-def _copy_of(group: GroupReference) -> GroupReference:
+def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
     """Returns a second group of the same ranks.
 
     Which sums have arrived when a bucket is sent differs by rank. Calls in one group must have the
     same order on all ranks, so that parameters need a group of their own beside gradients.
     """
-    ranks = dist.get_process_group_ranks(group.get())
-    copy = dist.new_group(ranks, use_local_synchronization=True)
+    original = group.get()
+    backend = original._get_backend(device)
+    copy = dist.new_group(
+        dist.get_process_group_ranks(original),
+        timeout=backend.options._timeout,
+        backend=dist.get_backend(original),
+        use_local_synchronization=True,
+    )
     assert isinstance(copy, dist.ProcessGroup)
     return GroupReference(copy)
 

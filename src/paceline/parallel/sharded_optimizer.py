@@ -5,8 +5,8 @@ averages them on all ranks, phases of one step on every rank are:
 
 1. The options of the groups, which schedulers change, go to the inner optimizers.
 2. An inner optimizer updates the shards of this rank, in place.
-3. Every rank sends its share: on gloo one broadcast per rank, on NCCL one all-gather in place, for
-   each dtype and device. All are under way at once, and waited for in the end.
+3. Every rank sends its share to all, for each dtype and device: on gloo as one message per rank,
+   on NCCL by an all-gather in place. All are under way at once, and waited for in the end.
 
 Under `ShardedDataParallel`, which reduces each gradient to its owner alone, phases 2 and 3 go
 bucket by bucket, those that the next forward pass needs first; and nobody waits in the end, but the
@@ -89,6 +89,7 @@ class ShardedOptimizer(Optimizer):
         self._loads = [0] * dist.get_world_size(group)
         self.parts: list[UnitOptimizer] = []
         """One inner optimizer per unit, in the order in which they step."""
+        self._containers: list[ShardedParameters] = []
         self._is_complete = False
         listed = list(params)
         # Validates the options as the optimizer itself would, and knows its defaults.
@@ -107,7 +108,7 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates this rank's shards and sends them; returns the closure's loss.
 
-        Where the container steps in backward, all of that has been done.
+        Where the container steps in backward, all of that has been done; call it all the same.
         """
         loss = None
         if closure is not None:
@@ -119,16 +120,15 @@ class ShardedOptimizer(Optimizer):
         for part in self.parts:
             if not part.is_awaited_elsewhere:
                 part.unit.wait()
+        for container in self._containers:
+            container.has_stepped = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, owned or not, and of the shards."""
         super().zero_grad(set_to_none)
-        for shard in self.shards():
-            if set_to_none:
-                shard.tensor.grad = None
-            elif shard.tensor.grad is not None:
-                shard.tensor.grad.zero_()
+        for part in self.parts:
+            part.unit.zero_gradients(set_to_none=set_to_none)
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank owns."""
@@ -204,7 +204,9 @@ class ShardedOptimizer(Optimizer):
                 plain.append(parameter)
             else:
                 sharded[found] = None
-        self._divide_plain(plain, groups)
+        # Apart, so that what is frozen need not be sent with what is trained.
+        for is_trained in (True, False):
+            self._divide_plain([p for p in plain if p.requires_grad == is_trained], groups)
         for parameters in sharded:
             self._follow_container(parameters, groups)
 
@@ -230,10 +232,15 @@ class ShardedOptimizer(Optimizer):
                 "optimizer that treats each element by itself; use another container"
             )
         parameters.attach(self._step_unit)
-        self.parts += [
-            UnitOptimizer(unit, parameters.group, groups, self._make, container=parameters)
-            for unit in parameters.units
-        ]
+        if parameters not in self._containers:
+            self._containers.append(parameters)
+        known = {part.unit: part for part in self.parts}
+        for unit in parameters.units:
+            if unit in known:
+                known[unit].extend(groups)
+            else:
+                part = UnitOptimizer(unit, parameters.group, groups, self._make, parameters)
+                self.parts.append(part)
 
     def _step_unit(self, unit: ShardUnit) -> None:
         for part in self.parts:

@@ -34,10 +34,17 @@ class ShardedParameters:
         self.units = units
         self.group = group
         self.steps_in_backward = steps_in_backward
+        self.has_stepped = False
+        """Whether units were updated in backward since the optimizer's last step."""
         self._step_unit: weakref.WeakMethod[Callable[[ShardUnit], None]] | None = None
         for unit in units:
             for parameter in unit.parameters:
                 _known[parameter] = weakref.ref(self)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether anyone would update the shards."""
+        return self._step_unit is not None and self._step_unit() is not None
 
     def attach(self, step_unit: Callable[[ShardUnit], None]) -> None:
         """Lets a method of an optimizer update a unit's shards."""
@@ -56,7 +63,13 @@ class ShardedParameters:
                 "a ShardedDataParallel that steps in backward has no optimizer; make a "
                 "ShardedOptimizer of its parameters before the first backward"
             )
+        self.has_stepped = True
         step(unit)
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of all shards."""
+        for unit in self.units:
+            unit.zero_gradients(set_to_none=set_to_none)
 
     def wait(self) -> None:
         """Waits until all parameters have their new values."""

@@ -150,14 +150,17 @@ class GradientSynchronizer:
                 )
 
     def forget_broken_pass(self) -> None:
-        """Drops a backward pass that an error has ended; outside of backward only."""
-        run, self._run = self._run, None
-        if run is not None and run.message_bytes:
+        """Drops a backward pass that an error has ended; outside of backward only.
+
+        One that had begun to send is never forgotten: its messages would be taken for the next's.
+        """
+        if self._run is not None and self._run.message_bytes:
             raise SynchronizationError(
                 f"rank {dist.get_rank()}: the last backward pass was broken off while its "
                 "gradients were being averaged, and the ranks no longer agree on them; start again "
                 "from a checkpoint"
             )
+        self._run = None
 
     def begin(self, *, average: bool) -> None:
         """Begins a run for the backward pass that is going on, unless it has begun."""
@@ -196,10 +199,10 @@ class GradientSynchronizer:
         while run.in_flight:
             self._receive_next(run)
         run.all_received = now(self._settings.device)
-        self._run = None
         self._last_run = run
-        self._intent.forward_is_pending = False
         self.after_run()
+        self._run = None
+        self._intent.forward_is_pending = False
         if self._is_early:
             self._overlap_watch.look_at_arrivals(self._names, self.arrived)
 

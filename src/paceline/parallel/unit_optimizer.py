@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
@@ -43,36 +43,44 @@ class UnitOptimizer:
     ) -> None:
         self.unit = unit
         self._group = group
-        group_numbers = {
-            parameter: number
-            for number, outer in enumerate(outer_groups)
-            for parameter in outer["params"]
-        }
-        self.shards = [shard for shard in unit.shards if shard.parameter in group_numbers]
-        tensors: dict[int, list[nn.Parameter]] = {}
-        for shard in self.shards:
-            tensors.setdefault(group_numbers[shard.parameter], []).append(shard.tensor)
-        self._outer_groups = [outer_groups[number] for number in tensors]
+        self._make = make
+        self.shards: list[Shard] = []
+        """What this rank's optimizer updates of the unit."""
         self.inner: Optimizer | None = None
         """None where this rank owns nothing of the unit."""
-        if tensors:
-            self.inner = make(
-                [
-                    {**_options(outer), "params": own}
-                    for outer, own in zip(self._outer_groups, tensors.values(), strict=True)
-                ]
-            )
+        self._outer_groups: list[dict[str, Any]] = []
+        self._given: list[dict[str, Any]] = []
+        """The options that the inner groups were last given."""
+        self.extend(outer_groups)
         self.is_awaited_elsewhere = container is not None
         """Whether the next forward pass waits for what is sent, instead of the step itself."""
         self.steps_in_backward = container is not None and container.steps_in_backward
 
+    def extend(self, outer_groups: Sequence[dict[str, Any]]) -> None:
+        """Takes in the shards of further groups."""
+        groups = []
+        for outer in outer_groups:
+            chosen = set(outer["params"])
+            shards = [shard for shard in self.unit.shards if shard.parameter in chosen]
+            if shards:
+                self.shards += shards
+                self._outer_groups.append(outer)
+                self._given.append(_options(outer))
+                groups.append({**_options(outer), "params": [shard.tensor for shard in shards]})
+        if self.inner is None and groups:
+            self.inner = self._make(groups)
+        elif self.inner is not None:
+            for group in groups:
+                self.inner.add_param_group(group)
+
     def step(self, **keywords: Any) -> None:
         """Updates this rank's shards, and starts to send them."""
+        if not any(parameter.requires_grad for parameter in self.unit.parameters):
+            return  # All are frozen, on all ranks, and nothing has changed.
         self.unit.wait()
         self.unit.require_in_place()
         if self.inner is not None:
-            for outer, inner in zip(self._outer_groups, self.inner.param_groups, strict=True):
-                inner.update(_options(outer))
+            self._pass_on_options(self.inner)
             if self._cuts_gradients:
                 for shard in self.shards:
                     shard.tensor.grad = self._cut_gradient(shard)
@@ -80,6 +88,17 @@ class UnitOptimizer:
             if self._cuts_gradients:
                 self.drop_gradients()
         self.unit.publish(self._group.get())
+
+    def _pass_on_options(self, inner: Optimizer) -> None:
+        """Gives the inner groups what has changed in the outer ones, as schedulers change them.
+
+        No more than that: an optimizer may keep counts of its own among its options.
+        """
+        groups = zip(self._outer_groups, inner.param_groups, self._given, strict=True)
+        for outer, inner_group, given in groups:
+            for name, value in _options(outer).items():
+                if name not in given or _differs(value, given[name]):
+                    inner_group[name] = given[name] = value
 
     @property
     def _cuts_gradients(self) -> bool:
@@ -122,6 +141,12 @@ class UnitOptimizer:
         """Forgets the shards' gradients."""
         for shard in self.shards:
             shard.tensor.grad = None
+
+
+def _differs(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return value is not other  # One that is changed in place is the inner group's as well.
+    return bool(value != other)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
