@@ -8,12 +8,15 @@ A test compares the tables with what is committed, so that docs and records cann
 import pathlib
 import sys
 
-from paceline.core import known_devices
-from paceline.core.units import GB, format_decimal
+from paceline.accounting import count_parameters, step_memory
+from paceline.core import BatchShape, known_devices, model_preset, precision_preset
+from paceline.core.strategies import StrategyName
+from paceline.core.units import GB, GIB, format_decimal
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import draw
+from paceline.reports.predictions import with_predictions
 from paceline.reports.profile_tables import (
     attention_table,
     flops_table,
@@ -53,6 +56,12 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "ddp-unshaped": ("ddp-unshaped", "ddp", "time"),
     "ddp-loopback": ("ddp-loopback", "ddp", "time"),
     "ddp-compile": ("ddp-compile", "ddp", "time"),
+    "sharding-loopback": ("sharding-loopback", "ddp", "time"),
+    "sharding-1gbit": ("sharding-1gbit", "ddp", "time"),
+    "sharding-1gbit-4-hosts": ("sharding-1gbit-4-hosts", "ddp", "time"),
+    "sharding-steps-memory": ("sharding-loopback", "ddp", "memory"),
+    "sharding-memory": ("sharding-memory", "optimizer", "time"),
+    "sharding-exchange": ("sharding-exchange", "comm", "time"),
     "profile-ddp": ("profile-ddp", "timeline", "time"),
     "trace-scale": ("trace-scale", "trace_analysis", "time"),
 }
@@ -68,6 +77,8 @@ PICTURE_SOURCES = {
     "communication-loopback": ("communication-loopback", "communication"),
     "ddp-2gbit": ("ddp-2gbit", "strategies"),
     "ddp-bucket-size": ("ddp-2gbit", "bucket-size"),
+    "sharding-1gbit": ("sharding-1gbit", "strategies"),
+    "sharding-memory": ("sharding-memory", "optimizer-memory"),
     "profile-timelines": ("profile-ddp", "timelines"),
     "profile-memory": ("profile-step", "memory-timeline"),
 }
@@ -161,16 +172,52 @@ def profile_tables() -> dict[str, Table]:
     }
 
 
+def _table(records: list[Record], kind: str, view: View) -> Table:
+    chosen = [record for record in records if record.kind == kind]
+    return records_table(with_predictions(chosen, records), view)
+
+
+_STAGES: tuple[StrategyName, ...] = ("torch_ddp", "sharded_optimizer", "sharded", "fully_sharded")
+
+
+def models_memory() -> str:
+    """Returns the peak of the courses' models at each stage of sharding, predicted and measured."""
+    measured = {
+        (record.case["model"], record.case["strategy"]): record.metrics["peak_before_step_bytes"]
+        for record in read("sharding-memory")
+        if record.kind == "optimizer" and record.outcome == "ok"
+    }
+    batch = BatchShape(num_sequences=4, context_length=128)
+    lines = [
+        f"| model | parameters | ranks | {' | '.join(_STAGES)} |",
+        f"| --- | --- | --- | {' | '.join('---' for _ in _STAGES)} |",
+    ]
+    for model in ("small", "medium", "large", "xl", "2.7B"):
+        shape = model_preset(model)
+        for num_ranks in (2, 8, 64):
+            cells = []
+            for strategy in _STAGES:
+                memory = step_memory(shape, batch, precision_preset("float32"), strategy, num_ranks)
+                seen = measured.get((model, strategy)) if num_ranks == 2 else None
+                beside = "" if seen is None else f" (measured {seen.value / GIB:.2f})"
+                cells.append(f"{memory['before_step'].total / GIB:.2f}{beside}")
+            total = count_parameters(shape).total
+            lines.append(f"| {model} | {total:,} | {num_ranks} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
-        f"{name}.md": render_markdown(
-            records_table([record for record in read(store) if record.kind == kind], view)
-        )
+        f"{name}.md": render_markdown(_table(read(store), kind, view))
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
     profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
-    others = {"hardware.md": hardware_tables(), "ddp-predicted.md": predictions("ddp-2gbit")}
+    others = {
+        "hardware.md": hardware_tables(),
+        "ddp-predicted.md": predictions("ddp-2gbit"),
+        "sharding-models.md": models_memory(),
+    }
     return {**made, **profiled, **others}
 
 

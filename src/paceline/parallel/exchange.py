@@ -8,10 +8,10 @@ moves, if both directions of a line are in use at the same time.
 NCCL has each as one call that works in place. gloo has none that does: its reduce-scatter is an
 all-reduce inside, its all-to-all and its broadcasts use one direction of a line at a time. Here
 every rank sends each other one its share, and receives theirs, as plain messages; owners add up
-what they get. At 1 Gbit/s, 33 MB take 141 ms between two hosts and 217 between four, which is what
-the line allows; gloo's all-to-all takes 284 and 301, an all-reduce 281 and 422, its broadcasts
-280 and 465. So many messages are only for a small number of ranks: beyond it, their number would
-cost more than the line.
+what they get. At 1 Gbit/s, 33 MB are reduced in 154 ms between two hosts and 260 between four, and
+gathered in 142 and 251, where an all-reduce takes 281 and 436, gloo's all-to-all 283 and 392, its
+all-gather 232 and 274 (results/sharding-exchange.jsonl). So many messages are only for a small
+number of ranks: beyond it, their number would cost more than the line.
 """
 
 import contextlib
