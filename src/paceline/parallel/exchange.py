@@ -128,6 +128,11 @@ class Reduction(Pending):
             target.add_(summand)
 
 
+def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks send to each other, so that reductions and gatherings may mix in any order."""
+    return device.type != "cuda" and dist.get_world_size(group) <= _MOST_PEERS
+
+
 def start_reduction(message: Tensor, group: dist.ProcessGroup) -> Reduction:
     """Starts to add up equally long flat messages; their length is a multiple of the ranks."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -137,7 +142,7 @@ def start_reduction(message: Tensor, group: dist.ProcessGroup) -> Reduction:
     if message.device.type == "cuda":
         work = reduce_scatter_single(rows[rank], message, group=group, async_op=True)
         return Reduction(message, [rows[rank]], [work])
-    if num_ranks > _MOST_PEERS:
+    if not sends_directly(group, message.device):
         summands = torch.empty_like(rows)
         work = dist.all_to_all_single(summands, rows, group=group, async_op=True)
         return Reduction(message, summands.unbind(), [work])
@@ -165,7 +170,7 @@ def start_gathering(flat: Tensor, borders: Sequence[int], group: dist.ProcessGro
     if num_ranks == 1:
         return Pending(name, flat.nbytes, [])
     shares = [flat[borders[owner] : borders[owner + 1]] for owner in range(num_ranks)]
-    if flat.device.type == "cuda" or num_ranks > _MOST_PEERS:
+    if not sends_directly(group, flat.device):
         return Pending(name, flat.nbytes, _gather_by_collectives(flat, shares, group))
     peers = _peers(rank, num_ranks)
     # Parameters may be under way when a profiler stops, and a message that it has seen begin would

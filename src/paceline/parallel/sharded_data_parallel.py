@@ -36,7 +36,7 @@ from paceline.core.errors import UsageError
 from paceline.core.units import MIB
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.exchange import Pending
+from paceline.parallel.exchange import Pending, sends_directly
 from paceline.parallel.parameter_waits import ParameterWaits
 from paceline.parallel.settings import GroupReference, Launch
 from paceline.parallel.shard_unit import Shard, ShardUnit
@@ -194,10 +194,13 @@ class ShardedDataParallel(DataParallel):
                 )
             )
         steps_in_backward = self._step_mode == "in_backward"
+        parameter_group = shard_group
+        if steps_in_backward and not sends_directly(shard_group.get(), self._settings.device):
+            parameter_group = _copy_of(shard_group, self._settings.device)
         self._shared = ShardedParameters(
             # Backward reaches the last layers first, forward the first.
             [bucket.unit for bucket in reversed(self._buckets)],
-            _copy_of(shard_group, self._settings.device) if steps_in_backward else shard_group,
+            parameter_group,
             steps_in_backward=steps_in_backward,
         )
         return self._buckets
@@ -291,8 +294,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
     """Returns a second group of the same ranks.
 
-    Which sums have arrived when a bucket is sent differs by rank. Calls in one group must have the
-    same order on all ranks, so that parameters need a group of their own beside gradients.
+    Which sums have arrived when a bucket is sent differs by rank. Collectives of one group must
+    have the same order on all ranks, so that parameters need a group of their own beside gradients.
     """
     original = group.get()
     backend = original._get_backend(device)
