@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from paceline.accounting.memory import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.config import DataParallelSweep
 from paceline.benchmarks.data_parallel import COMMUNICATION, EXPOSED, STEP, Comparison
+from paceline.benchmarks.data_parallel_config import DataParallelSweep
 from paceline.benchmarks.memory import usable_memory_bytes
 from paceline.core import BatchShape, model_preset, precision_preset
 from paceline.core.strategies import StrategyName

@@ -59,6 +59,12 @@ def _pair(
     )
 
 
+def _step_and_clear(*optimizers: Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _require_close(ours: nn.Module, oracle: nn.Module, tolerance: float = 1e-6) -> None:
     for (name, own), expected in zip(ours.named_parameters(), oracle.parameters(), strict=True):
         require_identical(own.detach(), name)
@@ -128,9 +134,7 @@ def _accumulate(rank: int, world_size: int, model: str, way: str) -> None:
         loss_of(ours(data(step + 2, rank), rank)).backward()
         for micro in range(step, step + 3):
             oracle_backward(oracle, micro, world_size)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
         _require_close(ours, oracle)
 
 
@@ -149,9 +153,7 @@ def _accumulate_in_backward(rank: int, world_size: int) -> None:
         loss_of(ours(data(step + 1, rank), rank)).backward()
         for micro in (step, step + 1):
             oracle_backward(oracle, micro, world_size)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
     _require_close(ours, oracle)
     loss_of(ours(data(7, rank), rank)).backward()
     with pytest.raises(UsageError, match="accumulate in no_sync"):
@@ -240,9 +242,7 @@ def _read_others(rank: int, world_size: int) -> None:
         for _ in range(3):
             ours(inputs[rank]).square().mean().backward()
             (sum(oracle(x).square().mean() for x in inputs) / world_size).backward()
-            for optimizer in (sharded, whole):
-                optimizer.step()
-                optimizer.zero_grad()
+            _step_and_clear(sharded, whole)
         sharded.step()
         part = ours.module.attention.state_dict()
         assert all(bool(value.isfinite().all()) for value in part.values())
@@ -340,9 +340,7 @@ def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None
         norm = ours.clip_grad_norm_(max_norm, norm_type)
         expected = nn.utils.clip_grad_norm_(oracle.parameters(), max_norm, norm_type)
         torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=1e-7)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
         _require_close(ours, oracle)
 
 
@@ -388,9 +386,7 @@ def _hybrid(rank: int, world_size: int, model: str, step_mode: str) -> None:
             norm = ours.clip_grad_norm_(0.1)
             expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
             torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=1e-7)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
         _require_close(ours, oracle)
     own = sum(shard.end - shard.start for shard in sharded.shards())
     total = sum(parameter.numel() for parameter in oracle.parameters())
@@ -635,9 +631,7 @@ def _compiled(rank: int, world_size: int) -> None:
     for step in range(3):
         loss_of(ours(data(step, rank), rank)).backward()
         oracle_backward(oracle, step, world_size)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
     _require_close(ours, oracle)
 
 
@@ -650,9 +644,7 @@ def _eval_between(rank: int, world_size: int) -> None:
     for step in range(3):
         loss_of(ours(data(step, rank), rank)).backward()
         oracle_backward(oracle, step, world_size)
-        for optimizer in (sharded, whole):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_and_clear(sharded, whole)
         with torch.no_grad():
             torch.testing.assert_close(
                 ours.module(data(5, 0), rank), oracle(data(5, 0), rank), atol=1e-6, rtol=1e-6

@@ -31,7 +31,6 @@ adds to that, up to all gradients twice.
 """
 
 import dataclasses
-import heapq
 from typing import Any
 
 from paceline.accounting.activations import (
@@ -39,6 +38,7 @@ from paceline.accounting.activations import (
     block_bytes,
     peak_activation_bytes,
 )
+from paceline.accounting.dealing import deal_out
 from paceline.accounting.parameters import count_parameters
 from paceline.core.specs import BatchShape, ModelShape, Precision, bytes_per_element
 from paceline.core.strategies import (
@@ -200,9 +200,7 @@ def _activations(
 
 def _largest_deal(sizes: list[int], world_size: int) -> tuple[int, int]:
     """Returns elements and number of the parameters of the rank that is dealt the most."""
-    loads = [(0, rank, 0) for rank in range(world_size)]
-    for size in sorted(sizes, reverse=True):
-        load, rank, count = heapq.heappop(loads)
-        heapq.heappush(loads, (load + size, rank, count + 1))
-    load, _rank, count = max(loads)
-    return load, count
+    loads = [0] * world_size
+    owners = deal_out(sizes, loads)
+    most, rank = max((load, rank) for rank, load in enumerate(loads))
+    return most, owners.count(rank)

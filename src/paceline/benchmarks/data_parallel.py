@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.benchmarks.config import DataParallelCase, Variant
+from paceline.benchmarks.data_parallel_config import DataParallelCase, Variant
 from paceline.benchmarks.memory import step_peaks, storage_bytes
-from paceline.benchmarks.step import LEARNING_RATE, TrainingStep
+from paceline.benchmarks.strategy_step import StrategyStep
 from paceline.core.ranges import step_range
+from paceline.core.strategies import SHARDED_PARAMETERS
 from paceline.kernels.named_range import named_range
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.bucketed import BucketedDataParallel
@@ -31,7 +32,7 @@ from paceline.parallel.collectives import reduce_numbers
 from paceline.parallel.exchange import Reduction, start_reduction
 from paceline.parallel.hooks import when_complete
 from paceline.parallel.sharded_data_parallel import ShardedDataParallel
-from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
+from paceline.parallel.strategies import message_sizes
 
 STEP = "step_time_s"
 EXPOSED = "exposed_communication_s"
@@ -40,30 +41,21 @@ COMMUNICATION = "communication_s"
 _BARE_REPETITIONS = 5
 
 
-class DataParallelStep(TrainingStep):
+class DataParallelStep(StrategyStep):
     """A training step that also tells how long it waited for communication after backward."""
 
     def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
         self._last_gradient: Moment | None = None
-
-        def wrap(module: nn.Module) -> nn.Module:
-            # Registered before any strategy's own, so that the moment is that of the gradient.
-            for parameter in module.parameters():
-                when_complete(parameter, self, DataParallelStep.note_gradient)
-            return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
-
-        super().__init__(
-            case.step,
-            device,
-            wrap=wrap,
-            data_seed=dist.get_rank() + 1,
-            make_optimizer=lambda model: make_optimizer(
-                variant.strategy, model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True
-            ),
-        )
+        super().__init__(case.step, variant, device)
         self.backward(self.forward())
-        self.strategy = variant.strategy
         self.range_name = step_range(variant.label)
+
+    def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
+        """Applies the strategy to the model, and watches its gradients."""
+        # Registered before any strategy's own, so that the moment is that of the gradient.
+        for parameter in module.parameters():
+            when_complete(parameter, self, DataParallelStep.note_gradient)
+        return super().wrap(module, variant)
 
     def note_gradient(self) -> None:
         """Notes when a gradient is complete."""
@@ -105,8 +97,8 @@ class DataParallelStep(TrainingStep):
         gradients = self.gradients()
         gradient_bytes = storage_bytes(gradients)
         self.optimizer_step()
-        # Every strategy but none and torch's sharded one keeps its buffers from step to step.
-        kept = [] if self.strategy in ("none", "torch_fsdp2", "fully_sharded") else gradients
+        # Every other strategy keeps its buffers from step to step.
+        kept = [] if self.strategy in ("none", *SHARDED_PARAMETERS) else gradients
         del gradients
         peaks = step_peaks(
             self.device,

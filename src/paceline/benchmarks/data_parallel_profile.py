@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.accounting.overlap import overlap_timeline
-from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, Variant
 from paceline.benchmarks.data_parallel import EXPOSED, current
+from paceline.benchmarks.data_parallel_config import DataParallelCase, DataParallelSweep, Variant
 from paceline.benchmarks.data_parallel_sweep import (
     case_fields,
     data_parallel_groups,

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, Variant
 from paceline.benchmarks.data_parallel import (
     EXPOSED,
     STEP,
@@ -13,17 +12,17 @@ from paceline.benchmarks.data_parallel import (
     prepare,
     run_round,
 )
-from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.data_parallel_config import DataParallelCase, DataParallelSweep, Variant
+from paceline.benchmarks.devices import current_environment
 from paceline.benchmarks.measure import Progress, ratio_metric
-from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, measuring_ranks
-from paceline.benchmarks.step import step_case_fields
+from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, sweep_ranks
+from paceline.benchmarks.strategy_step import strategy_case_fields
 from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_WORLD_SIZE = 2
 # What building the models and the first step may take, compilation included.
 _GRACE_S = 600.0
 
@@ -39,10 +38,8 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
 
 def data_parallel_groups(sweep: DataParallelSweep) -> Iterator[MeasuringRanks]:
     """Yields the group of ranks that a sweep asks for."""
-    return measuring_ranks(
-        world_sizes=() if sweep.world_size is None else (sweep.world_size,),
-        default=(_DEFAULT_WORLD_SIZE,),
-        flag="--world-size",
+    return sweep_ranks(
+        sweep.world_size,
         device=sweep.device,
         timeout_s=sweep.timeout_s,
         run_timeout_s=sweep.timeout_s + _GRACE_S,
@@ -152,15 +149,6 @@ def case_fields(
     case: DataParallelCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
     """Returns the case of the record of one strategy."""
-    step = step_case_fields(case.step, describe_place(resolve_device(case.step.device)))
-    rounds = step.pop("steps")
-    del step["phase"]
-    return {
-        "strategy": variant.strategy,
-        "bucket_size_mb": variant.bucket_size_mb,
-        **step,
-        **ranks.place,
-        "optimizer": "adamw-fused",
-        "baseline": case.variants[0].label,
-        "rounds": rounds,
-    }
+    fields = strategy_case_fields(case.step, variant, ranks)
+    rounds = fields.pop("steps")
+    return {**fields, "baseline": case.variants[0].label, "rounds": rounds}

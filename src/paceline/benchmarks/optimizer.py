@@ -36,10 +36,9 @@ from paceline.benchmarks.memory import (
     storage_bytes,
 )
 from paceline.benchmarks.optimizer_config import OptimizerCase
-from paceline.benchmarks.step import LEARNING_RATE, TrainingStep
+from paceline.benchmarks.strategy_step import StrategyStep
 from paceline.parallel.collectives import reduce_numbers
 from paceline.parallel.sharded_optimizer import local_tensor
-from paceline.parallel.strategies import apply_strategy, make_optimizer
 
 STEP = "step_time_s"
 OPTIMIZER = "optimizer_time_s"
@@ -61,20 +60,8 @@ class OptimizerResult:
     """The most that a process had resident, by instant: all that is not a tensor as well."""
 
 
-class OptimizerStep(TrainingStep):
+class OptimizerStep(StrategyStep):
     """A training step under a strategy, whose memory is divided by what it holds."""
-
-    def __init__(self, case: OptimizerCase, device: torch.device) -> None:
-        variant = case.variant
-        super().__init__(
-            case.step,
-            device,
-            wrap=lambda module: apply_strategy(variant.strategy, module, variant.bucket_size_mb),
-            data_seed=dist.get_rank() + 1,
-            make_optimizer=lambda model: make_optimizer(
-                variant.strategy, model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True
-            ),
-        )
 
     def forward_and_backward(self) -> None:
         """Runs a step up to its optimizer."""
@@ -83,7 +70,7 @@ class OptimizerStep(TrainingStep):
     def named_bytes(self) -> dict[str, int]:
         """Returns what this rank's parameters, gradients and optimizer state occupy now."""
         return {
-            "parameters": storage_bytes(map(local_tensor, self.model.parameters())),
+            "parameters": storage_bytes(self.parameters()),
             "gradients": storage_bytes(self.gradients()),
             "optimizer_state": storage_bytes(self.optimizer_state()),
         }
@@ -97,7 +84,7 @@ class OptimizerMeasurement:
         self.samples: dict[str, list[float]] = {}
         reset_resident_peak()
         self._foreign = storage_bytes(_visible(device))
-        self.step = OptimizerStep(case, device)
+        self.step = OptimizerStep(case.step, case.variant, device)
         self._resident = {"after_init": resident_peak_bytes()}
         self._hidden: list[Tensor] = []
         named_at_first, at_first = self.step.named_bytes(), self._existing_bytes()

@@ -13,8 +13,8 @@ from paceline.benchmarks.config import (
     ShapeOverrides,
     StepCase,
     StepSweep,
-    Variant,
 )
+from paceline.benchmarks.data_parallel_config import Variant, require_ranks
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName, require_unscaled
 
@@ -68,10 +68,7 @@ class OptimizerSweep:
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
 
     def __post_init__(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise UsageError("--world-size must be at least 1")
-        if not (self.time_limit_s > 0 and self.timeout_s > 0):
-            raise UsageError("--time-limit-s and --timeout-s must be positive")
+        require_ranks(self.world_size, time_limit_s=self.time_limit_s, timeout_s=self.timeout_s)
         if self.warmup < 1:
             raise UsageError("--warmup must be at least 1: it tells how long a step takes")
         if not self.bucket_size_mb > 0:

@@ -4,27 +4,24 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.accounting.model_states import MemoryParts, step_memory
-from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.devices import current_environment, resolve_device
 from paceline.benchmarks.optimizer import OptimizerResult, measure
 from paceline.benchmarks.optimizer_config import OptimizerCase, OptimizerSweep
-from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, measuring_ranks
-from paceline.benchmarks.step import step_case_fields
+from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, sweep_ranks
+from paceline.benchmarks.strategy_step import strategy_case_fields
 from paceline.core.errors import PacelineError
 from paceline.core.specs import precision_preset
-from paceline.records import CaseValue, Metric, Record
+from paceline.records import Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
 
-_DEFAULT_WORLD_SIZE = 2
 # What making a model and following its first steps may take.
 _GRACE_S = 600.0
 
 
 def optimizer_records(sweep: OptimizerSweep) -> Iterator[Record]:
     """Measures every model under every strategy; yields records on rank 0 only."""
-    for ranks in measuring_ranks(
-        world_sizes=() if sweep.world_size is None else (sweep.world_size,),
-        default=(_DEFAULT_WORLD_SIZE,),
-        flag="--world-size",
+    for ranks in sweep_ranks(
+        sweep.world_size,
         device=sweep.device,
         timeout_s=sweep.timeout_s,
         run_timeout_s=sweep.timeout_s + sweep.time_limit_s + _GRACE_S,
@@ -45,7 +42,7 @@ def _records_of(
         if not ranks.survives_failure:
             raise
         metrics, reason = {}, failure_reason(error)
-    fields = _case_fields(case, ranks)
+    fields = strategy_case_fields(case.step, case.variant, ranks)
     yield Record(
         kind="optimizer",
         case=fields,
@@ -99,15 +96,3 @@ def _predict(case: OptimizerCase, world_size: int) -> dict[str, Metric] | None:
             activation_checkpointing=case.step.activation_checkpointing,
         )
     )
-
-
-def _case_fields(case: OptimizerCase, ranks: MeasuringRanks) -> dict[str, CaseValue]:
-    step = step_case_fields(case.step, describe_place(resolve_device(case.step.device)))
-    del step["phase"]
-    return {
-        "strategy": case.variant.strategy,
-        "bucket_size_mb": case.variant.bucket_size_mb,
-        **step,
-        **ranks.place,
-        "optimizer": "adamw-fused",
-    }

@@ -94,6 +94,27 @@ def measuring_ranks(
             )
 
 
+def sweep_ranks(
+    world_size: int | None, *, device: str, timeout_s: float, run_timeout_s: float
+) -> Iterator[MeasuringRanks]:
+    """Yields the one group of ranks of a sweep over strategies: two, if nothing else is asked for.
+
+    Args:
+        world_size: Ranks to start; must be None under a launcher.
+        device: As for `measuring_ranks`.
+        timeout_s: As for `measuring_ranks`.
+        run_timeout_s: As for `measuring_ranks`.
+    """
+    return measuring_ranks(
+        world_sizes=() if world_size is None else (world_size,),
+        default=(2,),
+        flag="--world-size",
+        device=device,
+        timeout_s=timeout_s,
+        run_timeout_s=run_timeout_s,
+    )
+
+
 def failure_reason(error: PacelineError) -> str:
     """Returns what a rank said last, without the traceback before it."""
     return str(error).strip().rpartition("\n")[2]

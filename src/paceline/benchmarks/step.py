@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.benchmarks.config import StepCase
@@ -32,7 +33,6 @@ from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
-from paceline.parallel.sharded_optimizer import ShardedOptimizer, local_tensor, state_tensors
 from paceline.records.schema import CaseValue, Metric
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
@@ -157,22 +157,23 @@ class TrainingStep:
         if self.phase != "forward":
             self.backward(loss)
 
+    def parameters(self) -> list[Tensor]:
+        """Returns the model's parameters."""
+        return list(self.model.parameters())
+
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients that this rank has now."""
-        parameters = self.model.parameters()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if isinstance(self.optimizer, ShardedOptimizer):
-            gradients += self.optimizer.gradient_tensors()
-        return [local_tensor(gradient) for gradient in gradients]
+        """Returns the gradients that there are now."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def optimizer_state(self) -> list[Tensor]:
         """Returns the tensors that the optimizer keeps from step to step."""
-        return state_tensors(self.optimizer)
+        kept = tree_leaves(list(self.optimizer.state.values()))
+        return [value for value in kept if isinstance(value, Tensor)]
 
     def resident_tensors(self) -> list[Tensor]:
         """Returns what exists before a step and outlives it."""
         return [
-            *map(local_tensor, self.model.parameters()),
+            *self.parameters(),
             *self.model.buffers(),
             *self.optimizer_state(),
             self.inputs,

@@ -10,9 +10,9 @@ import tyro
 from paceline.benchmarks.config import (
     AttentionSweep,
     CommunicationSweep,
-    DataParallelSweep,
     StepSweep,
 )
+from paceline.benchmarks.data_parallel_config import DataParallelSweep
 from paceline.benchmarks.optimizer_config import OptimizerSweep
 from paceline.cli.output import (
     OutputOptions,

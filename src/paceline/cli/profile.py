@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.config import DataParallelSweep, StepSweep
+from paceline.benchmarks.config import StepSweep
+from paceline.benchmarks.data_parallel_config import DataParallelSweep
 from paceline.cli.output import (
     OutputOptions,
     byte_progress,

@@ -151,7 +151,12 @@ def aligned(num_elements: int, itemsize: int) -> int:
 def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     """Describes a tensor for a plan."""
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    return TensorSpec(name, tensor.numel() * (1 + tensor.is_complex()), dtype, tensor.device)
+    return TensorSpec(name, num_reals(tensor), dtype, tensor.device)
+
+
+def num_reals(tensor: Tensor) -> int:
+    """Returns how many real numbers a tensor holds; a complex one is two."""
+    return tensor.numel() * (1 + tensor.is_complex())
 
 
 class Bucket:

@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.core.ranges import WAIT
-from paceline.kernels.named_range import named_range
 from paceline.parallel.collectives import all_gather_single, reduce_scatter_single
 from paceline.parallel.process_group import collective_error
 
@@ -77,11 +75,10 @@ class Pending:
     def wait(self) -> None:
         """Waits for the end; an error names the operation."""
         try:
-            with named_range(WAIT):
-                if self._end is not None:
-                    self._end.result()
-                else:
-                    _wait_for_all(self._works)
+            if self._end is not None:
+                self._end.result()
+            else:
+                _wait_for_all(self._works)
         except RuntimeError as error:
             raise collective_error(self._operation, self._num_bytes, error) from error
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
+from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import (
     BucketPlan,
     plan_buckets,
@@ -101,7 +103,8 @@ class _Unit:
 
     def wait(self) -> None:
         if self._gathering is not None:
-            self._gathering.wait()
+            with named_range(WAIT):
+                self._gathering.wait()
             self._gathering = None
 
     def free(self) -> None:
@@ -136,7 +139,8 @@ class _Unit:
     def receive(self) -> None:
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
-            reduction.wait()
+            with named_range(WAIT):
+                reduction.wait()
             is_first = self._total is None
             if self._total is None:
                 self._total = self._new_share()

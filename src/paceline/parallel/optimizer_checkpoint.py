@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from paceline.parallel.buckets import view_like
+from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.optimizer_state import (
     STEP,
     OptimizerStateError,
     install,
     load_options,
     number_parameters,
+    pack_groups,
 )
 from paceline.parallel.shard_unit import Shard, flat_elements
 from paceline.parallel.shards import Partition
@@ -148,14 +149,8 @@ def load_checkpoint(
 
 def _pack_groups(groups: Sequence[dict[str, Any]]) -> str:
     """Returns groups as text: a checkpoint would take lists apart, and ask for the same again."""
-    numbers = number_parameters(groups)
-    return json.dumps(
-        [
-            {**group, "params": [numbers[parameter] for parameter in group["params"]]}
-            for group in groups
-        ],
-        default=lambda value: value.item(),  # A learning rate may be a tensor.
-    )
+    # A learning rate may be a tensor.
+    return json.dumps(pack_groups(groups), default=lambda value: value.item())
 
 
 def _unpack_groups(text: str) -> list[dict[str, Any]]:
@@ -203,27 +198,23 @@ def _inner_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from (inner if isinstance(inner, nn.Module) else model).named_parameters()
 
 
-def _num_elements(shard: Shard) -> int:
-    return shard.parameter.numel() * (1 + shard.parameter.is_complex())
-
-
 def _piece(shard: Shard, key: str, value: Any) -> Any:
     """Returns state as a piece of a flat tensor, if it has one number per element."""
     if key == STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
         return value
     is_whole = shard.tensor is shard.parameter
     flat = flat_elements(shard.parameter, value) if is_whole else value
-    return FlatPiece.of(flat, shard.start, _num_elements(shard))
+    return FlatPiece.of(flat, shard.start, num_reals(shard.parameter))
 
 
 def _room_for(saved: Any, shard: Shard, key: str) -> Any:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
-    if key == STEP or saved.size != (_num_elements(shard),):
+    if key == STEP or saved.size != (num_reals(shard.parameter),):
         return torch.empty(saved.size, dtype=dtype)
     room = torch.empty(shard.end - shard.start, dtype=dtype)
-    return FlatPiece.of(room, shard.start, _num_elements(shard))
+    return FlatPiece.of(room, shard.start, num_reals(shard.parameter))
 
 
 def _shaped(part: UnitOptimizer, shard: Shard, value: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
-from paceline.parallel.buckets import view_like
+from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.shard_unit import Shard, flat_elements
 from paceline.parallel.shards import Partition
 from paceline.parallel.unit_optimizer import MASTER, NOT_OPTIONS, UnitOptimizer
@@ -131,11 +131,7 @@ def save_shards(groups: Sequence[dict[str, Any]], parts: Iterable[UnitOptimizer]
             pieces[number] = dataclasses.asdict(piece)
             if values := part.state_of(shard):
                 state[number] = values
-    packed = [
-        {**group, "params": [numbers[parameter] for parameter in group["params"]]}
-        for group in groups
-    ]
-    return {"state": state, "param_groups": packed, _SHARDS: pieces}
+    return {"state": state, "param_groups": pack_groups(groups), _SHARDS: pieces}
 
 
 def load_shards(
@@ -210,6 +206,15 @@ def number_parameters(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, in
     return {parameter: number for number, parameter in enumerate(parameters)}
 
 
+def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns groups with numbers in place of their parameters."""
+    numbers = number_parameters(groups)
+    return [
+        {**group, "params": [numbers[parameter] for parameter in group["params"]]}
+        for group in groups
+    ]
+
+
 def _piece(parameter: nn.Parameter, start: int, end: int, *, is_flat: bool) -> SavedPiece:
     return SavedPiece(
         start=start,
@@ -248,8 +253,7 @@ def install(parts: Sequence[UnitOptimizer], states: Mapping[Shard, dict[str, Any
 
 def _saved_piece(saved: dict[str, Any], number: int, parameter: nn.Parameter) -> SavedPiece | None:
     """Returns which elements of a parameter a state is about; None if of none."""
-    length = parameter.numel() * (1 + parameter.is_complex())
-    whole = _piece(parameter, 0, length, is_flat=False)
+    whole = _piece(parameter, 0, num_reals(parameter), is_flat=False)
     if _SHARDS not in saved:
         return whole
     if (fields := saved[_SHARDS].get(number)) is None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
+from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import view_like
 from paceline.parallel.exchange import Pending, start_gathering
 from paceline.parallel.shards import Partition, UnitLayout
@@ -122,7 +124,8 @@ class ShardUnit:
         """Waits until all shares are here, if they are on their way."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.wait()
+            with named_range(WAIT):
+                pending.wait()
 
     @torch.no_grad()
     def refresh_master(self) -> None:

@@ -88,7 +88,8 @@ class ShardedBucket:
         self._is_last = is_last
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self._missing: set[nn.Parameter] = set()
+        self._missing: dict[nn.Parameter, int] = {}
+        """Parameters that this rank has no gradient for, and their places among all."""
         self._reduction: Reduction | None = None
         self.gradient = torch.zeros_like(unit.master)
         """Of this rank's share, averaged over the ranks."""
@@ -119,8 +120,8 @@ class ShardedBucket:
                 continue
             if parameter.grad is None:
                 self._views[position].zero_()
-                self._missing.add(parameter)
-                self._presence.note_missing(self.plan.slots[position].tensor)
+                self._missing[parameter] = self.plan.slots[position].tensor
+                self._presence.note_missing(self._missing[parameter])
             else:
                 self.take(position, share)
         assert self._buffer is not None
@@ -150,27 +151,23 @@ class ShardedBucket:
             if shard.tensor.grad is None:
                 self._gradient_of(shard).zero_()
 
-    def give_gradients(self) -> list[Shard]:
-        """Gives shards their gradients; returns those for which this rank itself had none."""
-        undecided = [shard for shard in self.unit.shards if shard.parameter in self._missing]
+    def give_gradients(self) -> dict[Shard, int]:
+        """Gives shards their gradients.
+
+        Returns those for which this rank itself had none, and their parameters' places among all.
+        """
+        undecided = {}
         for shard in self.unit.shards:
-            if shard.parameter not in self._missing:
+            if shard.parameter in self._missing:
+                undecided[shard] = self._missing[shard.parameter]
+            else:
                 self.give_gradient(shard)
-        self._missing = set()
+        self._missing = {}
         return undecided
 
     def give_gradient(self, shard: Shard) -> None:
         """Gives a shard its gradient."""
         shard.tensor.grad = self._gradient_of(shard)
-
-    def number_of(self, shard: Shard) -> int:
-        """Returns the place of a shard's parameter among all that are trained."""
-        position = next(
-            position
-            for position, parameter in enumerate(self.parameters)
-            if parameter is shard.parameter
-        )
-        return self.plan.slots[position].tensor
 
     def _gradient_of(self, shard: Shard) -> Tensor:
         begin = self.unit.offset_in_share(shard)

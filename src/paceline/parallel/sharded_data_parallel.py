@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
 from paceline.core.units import MIB
+from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.exchange import Pending, sends_directly
@@ -41,7 +43,7 @@ from paceline.parallel.parameter_waits import ParameterWaits
 from paceline.parallel.settings import GroupReference, Launch
 from paceline.parallel.shard_unit import Shard, ShardUnit
 from paceline.parallel.sharded_bucket import Presence, ShardedBucket
-from paceline.parallel.sharded_parameters import ShardedParameters
+from paceline.parallel.sharded_parameters import ShardedParameters, find_sharded_parameters
 from paceline.parallel.shards import Partition, cut_evenly
 from paceline.parallel.synchronization import GradientSynchronizer
 
@@ -92,7 +94,7 @@ class ShardedDataParallel(DataParallel):
         self._num_passes = 0
         self._buckets: list[ShardedBucket] = []
         self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
-        self._undecided: list[tuple[ShardedBucket, list[Shard]]] = []
+        self._undecided: list[tuple[ShardedBucket, dict[Shard, int]]] = []
         super().__init__(
             module,
             cap_bytes=None if bucket_size_mb is None else bucket_size_mb * MIB,
@@ -232,9 +234,8 @@ class ShardedDataParallel(DataParallel):
         return super()._prepare()
 
     def _follow_changes(self) -> None:
-        known = {parameter for bucket in self._buckets for parameter in bucket.parameters}
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in known:
+            if parameter.requires_grad and find_sharded_parameters(parameter) is not self._shared:
                 raise UsageError(
                     f"parameter {name!r} was frozen or elsewhere when its container was made, so "
                     "that no rank owns it; wrap the model anew, and load the optimizer's state"
@@ -271,13 +272,15 @@ class ShardedDataParallel(DataParallel):
         """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
         self._num_passes += 1
         for bucket, pending, total in self._landed:
-            pending.wait()
+            with named_range(WAIT):
+                pending.wait()
             if total is not bucket.gradient:
                 bucket.gradient.add_(total)
             self._give_gradients(bucket)
         self._landed.clear()
+        asked = [number for _, shards in self._undecided for number in shards.values()]
         undecided = [(bucket, shard) for bucket, shards in self._undecided for shard in shards]
-        answers = self._presence.finish([bucket.number_of(shard) for bucket, shard in undecided])
+        answers = self._presence.finish(asked)
         for (bucket, shard), is_present in zip(undecided, answers, strict=True):
             if is_present:
                 bucket.give_gradient(shard)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import tensor_spec
@@ -87,8 +88,7 @@ class ShardedOptimizer(Optimizer):
         self._group = GroupReference(group)
         self._make: MakeOptimizer = lambda groups: optimizer_cls(groups, **kwargs)
         self._loads = [0] * dist.get_world_size(group)
-        self.parts: list[UnitOptimizer] = []
-        """One inner optimizer per unit, in the order in which they step."""
+        self._parts: dict[ShardUnit, UnitOptimizer] = {}
         self._containers: list[ShardedParameters] = []
         self._is_complete = False
         listed = list(params)
@@ -97,6 +97,11 @@ class ShardedOptimizer(Optimizer):
         super().__init__(listed, defaults)
         self._is_complete = True
         self._divide(self.param_groups)
+
+    @property
+    def parts(self) -> list[UnitOptimizer]:
+        """One inner optimizer per unit, in the order in which they step."""
+        return list(self._parts.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, and divides it among the ranks."""
@@ -221,7 +226,7 @@ class ShardedOptimizer(Optimizer):
         rank = dist.get_rank(self._group.get())
         for layout in divide(specs, self._loads, self.partition):
             unit = ShardUnit(layout, parameters, names, rank=rank, partition=self.partition)
-            self.parts.append(UnitOptimizer(unit, self._group, groups, self._make))
+            self._parts[unit] = UnitOptimizer(unit, self._group, groups, self._make)
 
     def _follow_container(
         self, parameters: ShardedParameters, groups: Sequence[dict[str, Any]]
@@ -234,19 +239,18 @@ class ShardedOptimizer(Optimizer):
         parameters.attach(self._step_unit)
         if parameters not in self._containers:
             self._containers.append(parameters)
-        known = {part.unit: part for part in self.parts}
         for unit in parameters.units:
-            if unit in known:
-                known[unit].extend(groups)
+            if unit in self._parts:
+                self._parts[unit].extend(groups)
             else:
-                part = UnitOptimizer(unit, parameters.group, groups, self._make, parameters)
-                self.parts.append(part)
+                self._parts[unit] = UnitOptimizer(
+                    unit, parameters.group, groups, self._make, parameters
+                )
 
     def _step_unit(self, unit: ShardUnit) -> None:
-        for part in self.parts:
-            if part.unit is unit:
-                part.step()
-                part.drop_gradients()
+        part = self._parts[unit]
+        part.step()
+        part.drop_gradients()
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
@@ -258,13 +262,8 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _tensors_in_state(optimizer: Optimizer) -> list[Tensor]:
-    tensors = (
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
-    return [local_tensor(value) for value in tensors]
+    kept = tree_leaves(list(optimizer.state.values()))
+    return [local_tensor(value) for value in kept if isinstance(value, Tensor)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

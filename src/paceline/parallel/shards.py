@@ -8,12 +8,12 @@ has the fewest elements so far, the largest first: for all others.
 """
 
 import enum
-import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from paceline.accounting.dealing import deal_out
 from paceline.parallel.buckets import (
     BucketPlan,
     Slot,
@@ -91,16 +91,12 @@ def divide(
 
 
 def _deal_out(plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]) -> UnitLayout:
-    lightest = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(lightest)
+    places = sorted(slot.tensor for slot in plan.slots)
+    sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
     owned: list[list[int]] = [[] for _ in loads]
-    largest_first = sorted(plan.slots, key=lambda slot: (-slot.num_elements, slot.tensor))
-    for slot in largest_first:
-        load, rank = heapq.heappop(lightest)
-        owned[rank].append(slot.tensor)
-        loads[rank] = load + slot.num_elements * plan.dtype.itemsize
-        heapq.heappush(lightest, (loads[rank], rank))
-    order = [tensor for of_rank in owned for tensor in of_rank]
+    for place, owner in zip(places, deal_out(sizes, loads), strict=True):
+        owned[owner].append(place)
+    order = [place for of_rank in owned for place in of_rank]
     placed = place_tensors(tensors, order, plan.dtype, plan.device)
     borders = [0]
     first = 0

@@ -3,11 +3,11 @@ import pytest
 from paceline.benchmarks.config import (
     AttentionSweep,
     CommunicationSweep,
-    DataParallelSweep,
     RunLimits,
     ShapeOverrides,
     StepSweep,
 )
+from paceline.benchmarks.data_parallel_config import DataParallelSweep
 from paceline.core import ShapeError, UsageError
 
 
