@@ -142,15 +142,3 @@ def test_the_courses_fully_sharded_model(
     rank_pool: Pools, compute_dtype: torch.dtype | None
 ) -> None:
     rank_pool(2).run(_course_fsdp, compute_dtype)
-
-
-@pytest.mark.parametrize(
-    ("adapter", "arguments"),
-    [
-        (adapters.get_flashattention_autograd_function_pytorch, ()),
-        (adapters.get_flashattention_autograd_function_triton, ()),
-    ],
-)
-def test_what_is_missing_is_named(adapter: Callable[..., object], arguments: tuple[object]) -> None:
-    with pytest.raises(NotImplementedError, match=r"does not have .+ yet"):
-        adapter(*arguments)

@@ -1,8 +1,15 @@
 """Arithmetic over frozen specs: parameters, FLOPs, memory. Pure functions, no torch."""
 
 from paceline.accounting.activations import peak_activation_bytes, saved_for_backward_bytes
+from paceline.accounting.attention import (
+    AttentionFlops,
+    attention_flops,
+    attention_peak_bytes,
+    attention_saved_bytes,
+    minimum_attention_bytes,
+)
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
-from paceline.accounting.memory import minimum_attention_bytes, minimum_step_bytes
+from paceline.accounting.memory import minimum_step_bytes
 from paceline.accounting.model_states import (
     MemoryParts,
     ModelStates,
@@ -13,10 +20,14 @@ from paceline.accounting.model_states import (
 from paceline.accounting.parameters import ParameterCount, count_parameters
 
 __all__ = [
+    "AttentionFlops",
     "FlopsPerToken",
     "MemoryParts",
     "ModelStates",
     "ParameterCount",
+    "attention_flops",
+    "attention_peak_bytes",
+    "attention_saved_bytes",
     "count_parameters",
     "flops_per_token",
     "minimum_attention_bytes",

@@ -27,17 +27,3 @@ def minimum_step_bytes(
     gradients = 0 if phase == "forward" else bytes_per_element(precision.gradients)
     logits = batch.tokens_per_pass * shape.vocab_size * bytes_per_element(precision.compute)
     return num_parameters * resident + max(num_parameters * gradients, logits)
-
-
-def minimum_attention_bytes(
-    batch: BatchShape, head_dim: int, element_bytes: int, *, compiled: bool
-) -> int:
-    """Returns what both passes of attention that stores its scores need, one head per sequence.
-
-    In backward, the probabilities, their gradient and that of the scores exist together, beside
-    query, key, value, output, its gradient and the first input's. A compiled backward may write
-    the scores' gradient over that of the probabilities.
-    """
-    scores = batch.num_sequences * batch.context_length**2 * element_bytes
-    vectors = batch.tokens_per_pass * head_dim * element_bytes
-    return (2 if compiled else 3) * scores + (4 if compiled else 6) * vectors

@@ -113,8 +113,9 @@ class StepSweep:
     """Compile each block on its own."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
-    attention: AttentionImplementation = "sdpa"
-    """Torch's fused attention, or one that stores all scores."""
+    attention: AttentionImplementation = "auto"
+    """What computes attention: auto takes Triton on CUDA and torch's fused kernel elsewhere; naive
+    stores all scores."""
     warmup: tuple[int, ...] = (5,)
     """Steps to run before measuring."""
     steps: int = 10
@@ -155,66 +156,6 @@ class StepSweep:
                 attention=self.attention,
                 device=self.device,
                 warmup=warmup,
-                steps=self.steps,
-                time_limit_s=self.limits.time_limit_s,
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCase:
-    """One attention operation to measure, without heads."""
-
-    batch: BatchShape
-    head_dim: int
-    dtype: PrecisionName
-    causal: bool
-    compiled: bool
-    device: DeviceName
-    warmup: int
-    steps: int
-    time_limit_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSweep:
-    """Time attention that stores its scores, forward and backward."""
-
-    head_dim: tuple[int, ...] = (16, 32, 64, 128)
-    """Widths of the one head."""
-    context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Sequence lengths."""
-    batch: int = 8
-    """Sequences."""
-    dtype: tuple[PrecisionName, ...] = ("float32",)
-    """Formats of queries, keys and values."""
-    causal: bool = False
-    """Mask later positions."""
-    compile: bool = False
-    """Compile the operation with torch.compile."""
-    warmup: int = 5
-    """Forward and backward passes to run before measuring."""
-    steps: int = 100
-    """Forward and backward passes to measure."""
-    device: DeviceName = "auto"
-    """Where to run."""
-    limits: RunLimits = dataclasses.field(default_factory=lambda: RunLimits(time_limit_s=30.0))
-
-    def __post_init__(self) -> None:
-        require_counts(warmup=(self.warmup,), steps=self.steps)
-        if min(self.head_dim, default=1) < 1:
-            raise UsageError("--head-dim must be at least 1")
-
-    def cases(self) -> Iterator[AttentionCase]:
-        """Yields every combination, formats in the outer loop, lengths in the inner."""
-        for dtype, head_dim, context in itertools.product(self.dtype, self.head_dim, self.context):
-            yield AttentionCase(
-                batch=BatchShape(num_sequences=self.batch, context_length=context),
-                head_dim=head_dim,
-                dtype=dtype,
-                causal=self.causal,
-                compiled=self.compile,
-                device=self.device,
-                warmup=self.warmup,
                 steps=self.steps,
                 time_limit_s=self.limits.time_limit_s,
             )

@@ -31,6 +31,7 @@ from paceline.benchmarks.memory import (
 )
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
+from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
 from paceline.records.schema import CaseValue, Metric
@@ -224,7 +225,7 @@ def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "compile": case.compilation,
         "activation_checkpointing": case.activation_checkpointing,
-        "attention": case.attention,
+        "attention": resolve_implementation(case.attention, place.device),
         "optimizer": "adamw",
         **place.as_case(),
         "warmup": case.warmup,

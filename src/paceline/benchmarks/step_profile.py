@@ -20,6 +20,7 @@ from paceline.benchmarks.memory import storage_bytes
 from paceline.benchmarks.step import TrainingStep, step_case_fields
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
+from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
@@ -169,7 +170,8 @@ def _allocation_records(case: StepCase, timeline: MemoryTimeline) -> list[Record
 
 
 def _subject(case: StepCase) -> str:
+    attention = resolve_implementation(case.attention, resolve_device(case.device))
     return (
         f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
-        f"{case.precision}, {case.attention} attention, {case.phase}"
+        f"{case.precision}, {attention} attention, {case.phase}"
     )

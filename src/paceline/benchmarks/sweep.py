@@ -1,18 +1,19 @@
-"""From cases to records: what cannot fit is skipped, the rest runs in isolation."""
+"""From cases to records: what cannot run or fit is skipped, the rest runs in isolation."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from paceline.accounting.memory import minimum_attention_bytes, minimum_step_bytes
-from paceline.benchmarks.attention import attention_case_fields, measure_attention
-from paceline.benchmarks.config import (
-    AttentionCase,
-    AttentionSweep,
-    RunLimits,
-    StepCase,
-    StepSweep,
+import torch
+
+from paceline.accounting import minimum_attention_bytes, minimum_step_bytes
+from paceline.benchmarks.attention import (
+    attention_case_fields,
+    attention_obstacle,
+    measure_attention,
 )
+from paceline.benchmarks.attention_config import AttentionCase, AttentionSweep
+from paceline.benchmarks.config import RunLimits, StepCase, StepSweep
 from paceline.benchmarks.devices import (
     Place,
     current_environment,
@@ -42,6 +43,8 @@ class Subject(Generic[Case]):
     measure: Callable[[Case, Progress], Mapping[str, Metric]]
     case_fields: Callable[[Case, Place], dict[str, CaseValue]]
     minimum_bytes: Callable[[Case], int]
+    obstacle: Callable[[Case, torch.device], str | None] = lambda _case, _device: None
+    """Why a case cannot run on a device, whatever its size; by default nothing is in the way."""
 
 
 def step_records(sweep: StepSweep, on_progress: Progress) -> Iterator[Record]:
@@ -65,8 +68,13 @@ def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[
         measure=measure_attention,
         case_fields=attention_case_fields,
         minimum_bytes=lambda case: minimum_attention_bytes(
-            case.batch, case.head_dim, bytes_per_element(case.dtype), compiled=case.compiled
+            case.implementation,
+            case.batch,
+            case.head_dim,
+            bytes_per_element(case.dtype),
+            compiled=case.compiled,
         ),
+        obstacle=attention_obstacle,
     )
     for case in sweep.cases():
         yield _record(subject, case, sweep.limits, on_progress)
@@ -78,16 +86,15 @@ def _record(subject: Subject[Case], case: Case, limits: RunLimits, on_progress: 
     if limits.memory_limit_gib is not None:
         usable = int(limits.memory_limit_gib * GIB)
     metrics: Mapping[str, Metric] = {}
-    outcome: Outcome
-    reason: str | None
+    outcome: Outcome = "skipped"
+    reason = subject.obstacle(case, device)
     needed = subject.minimum_bytes(case)
-    if usable is not None and needed > usable:
-        outcome = "skipped"
+    if reason is None and usable is not None and needed > usable:
         reason = (
             f"needs at least {format_binary_bytes(needed)}, "
             f"{format_binary_bytes(usable)} may be used"
         )
-    else:
+    if reason is None:
         run = run_isolated(
             subject.measure,
             case,

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import tyro
 
-from paceline.benchmarks.config import (
-    AttentionSweep,
-    CommunicationSweep,
-    StepSweep,
-)
+from paceline.benchmarks.attention_config import AttentionSweep
+from paceline.benchmarks.config import CommunicationSweep, StepSweep
 from paceline.benchmarks.data_parallel_config import DataParallelSweep
+from paceline.benchmarks.kernel_config import KernelSweep
 from paceline.benchmarks.optimizer_config import OptimizerSweep
 from paceline.cli.output import (
     OutputOptions,
@@ -47,7 +45,7 @@ class StepCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCommand:
-    """Time attention that stores its scores, and what it keeps for backward."""
+    """Time attention forward and backward, and what it keeps for backward."""
 
     sweep: AttentionSweep
     store: StoreOptions
@@ -81,8 +79,22 @@ class OptimizerCommand:
     output: OutputOptions
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCommand:
+    """Compile the attention kernels for GPUs that need not be there, and tell what they take."""
+
+    sweep: KernelSweep
+    store: StoreOptions
+    output: OutputOptions
+
+
 Subject: TypeAlias = (
-    StepCommand | AttentionCommand | CommunicationCommand | DataParallelCommand | OptimizerCommand
+    StepCommand
+    | AttentionCommand
+    | CommunicationCommand
+    | DataParallelCommand
+    | OptimizerCommand
+    | KernelCommand
 )
 
 
@@ -96,6 +108,7 @@ class BenchCommand:
         | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
         | Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
         | Annotated[OptimizerCommand, tyro.conf.subcommand("optimizer")]
+        | Annotated[KernelCommand, tyro.conf.subcommand("kernels")]
     )
 
 
@@ -153,6 +166,11 @@ def _records(
         from paceline.benchmarks.optimizer_sweep import optimizer_records
 
         return optimizer_records(subject.sweep)
+
+    if isinstance(subject, KernelCommand):
+        from paceline.benchmarks.kernels import kernel_records
+
+        return kernel_records(subject.sweep, on_progress)
 
     from paceline.benchmarks.sweep import attention_records, step_records
 

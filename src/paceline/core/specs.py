@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from paceline.core.errors import ShapeError, UsageError
 
 Phase = Literal["forward", "forward-backward", "train"]
-AttentionImplementation = Literal["sdpa", "naive"]
+AttentionImplementation = Literal["auto", "sdpa", "tiled", "triton", "naive"]
 DType = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8"]
 FeedForward = Literal["swiglu", "gelu", "linear"]
 Norm = Literal["rmsnorm", "layernorm", "none"]

@@ -44,7 +44,7 @@ class TransformerLM(nn.Module):
 
     Args:
         shape: The dimensions; those that only exist to be accounted for are refused.
-        attention: What computes attention.
+        attention: What computes attention: a backend of `flash_attention`, or naive.
         activation_checkpointing: full keeps only each block's input and recomputes the
             rest during backward.
     """
@@ -53,7 +53,7 @@ class TransformerLM(nn.Module):
         self,
         shape: ModelShape,
         *,
-        attention: AttentionImplementation = "sdpa",
+        attention: AttentionImplementation = "auto",
         activation_checkpointing: Literal["none", "full"] = "none",
     ) -> None:
         super().__init__()

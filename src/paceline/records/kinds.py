@@ -97,7 +97,15 @@ _KINDS: dict[str, Kind] = {
                 "compile",
                 *_PLACE,
             ),
-            method=("warmup", "steps"),
+            method=("warmup", "steps", "timer"),
+        ),
+        # What a compiler made of a kernel for an architecture, and the bounds of its speed.
+        Kind(
+            name="kernel",
+            join_key=(
+                *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths"),
+                *("block_queries", "block_keys", "num_warps", "num_stages", "triton"),
+            ),
         ),
         # Two ways to do the same, measured in turn in one run; its metrics are ratios.
         Kind(

@@ -93,6 +93,14 @@ def _rate_column(header: str, metric: str) -> _Column:
     )
 
 
+def _flops_column(metric: str) -> _Column:
+    return _Column(
+        header="FLOP/s",
+        metrics=(metric,),
+        format=lambda metrics: format_decimal(metrics[0].value, ""),
+    )
+
+
 def _time_column(name: str) -> _Column:
     return _Column(header=f"{name} (ms)", metrics=(f"{name}_time_s",), format=_milliseconds)
 
@@ -138,11 +146,7 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
     ("step", "time"): (
         *(_time_column(name) for name in ("forward", "backward", "optimizer", "step")),
         _number_column("tokens/s", "tokens_per_s", ",.0f"),
-        _Column(
-            header="FLOP/s",
-            metrics=("model_flops_per_s",),
-            format=lambda metrics: format_decimal(metrics[0].value, ""),
-        ),
+        _flops_column("model_flops_per_s"),
         _Column(
             header="MFU / causal",
             metrics=("model_flops_utilization", "model_flops_utilization_causal"),
@@ -160,10 +164,20 @@ _COLUMNS: dict[tuple[str, View], tuple[_Column, ...]] = {
         _bytes_column("resident after optimizer", "resident_peak_after_optimizer_bytes"),
     ),
     ("attention", "time"): (
-        _time_column("forward"),
-        _time_column("backward"),
+        *(_time_column(name) for name in ("forward", "backward", "both")),
+        _flops_column("flops_per_s"),
         _bytes_column("saved for backward", "saved_for_backward_bytes"),
         _bytes_column("peak", "peak_bytes"),
+    ),
+    ("kernel", "time"): (
+        _number_column("registers", "registers", ".0f"),
+        _number_column("spilled (B)", "spill_bytes", ".0f"),
+        _bytes_column("shared", "shared_bytes"),
+        _number_column("matrix instructions", "matrix_instructions", ".0f"),
+        _number_column("occupancy", "occupancy", ".0%"),
+        _number_column("FLOPs/B at worst", "worst_intensity", ".0f"),
+        _number_column("at best", "best_intensity", ".0f"),
+        _number_column("ceiling at worst", "worst_ceiling", ".0%"),
     ),
     ("comparison", "time"): (
         _Column(header="forward ratio", metrics=("forward_ratio",), format=_ratio),

@@ -1,8 +1,6 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.accounting import count_parameters, minimum_attention_bytes, minimum_step_bytes
+from paceline.accounting import count_parameters, minimum_step_bytes
 from paceline.core import BatchShape, Precision, model_preset, precision_preset
 
 BATCH = BatchShape(num_sequences=4, context_length=128)
@@ -34,13 +32,3 @@ def test_master_weights_cost_four_bytes() -> None:
     )
     needed = minimum_step_bytes(shape, BATCH, precision, "train")
     assert needed == 16 * count_parameters(shape).total
-
-
-@given(st.integers(1, 16), st.integers(1, 20_000), st.integers(1, 256))
-def test_attention_bounds_grow_with_the_square(batch: int, context: int, head_dim: int) -> None:
-    small = BatchShape(num_sequences=batch, context_length=context)
-    double = BatchShape(num_sequences=batch, context_length=2 * context)
-    eager = minimum_attention_bytes(small, head_dim, 4, compiled=False)
-    assert minimum_attention_bytes(small, head_dim, 4, compiled=True) < eager
-    grown = minimum_attention_bytes(double, head_dim, 4, compiled=False)
-    assert 2 * eager <= grown <= 4 * eager

@@ -1,7 +1,7 @@
 import pytest
 
+from paceline.benchmarks.attention_config import AttentionSweep
 from paceline.benchmarks.config import (
-    AttentionSweep,
     CommunicationSweep,
     RunLimits,
     ShapeOverrides,

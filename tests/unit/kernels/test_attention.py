@@ -36,10 +36,13 @@ def test_the_reference_is_the_formula(length: int, width: int, causal: bool) -> 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("implementation", ["sdpa", "naive"])
+@pytest.mark.parametrize("implementation", ["auto", "sdpa", "tiled", "naive"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_implementations_agree(
-    implementation: Literal["sdpa", "naive"], causal: bool, heads: int, kv_heads: int
+    implementation: Literal["auto", "sdpa", "tiled", "naive"],
+    causal: bool,
+    heads: int,
+    kv_heads: int,
 ) -> None:
     torch.manual_seed(1)
     query = torch.randn(2, heads, 9, 8, dtype=torch.float64)
@@ -51,6 +54,23 @@ def test_implementations_agree(
             query[:, head], key[:, group], value[:, group], causal=causal
         )
         torch.testing.assert_close(output[:, head], expected)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(5, 3), (3, 5), (4, 4), (1, 6), (6, 1)])
+def test_the_last_query_may_see_the_last_key(num_queries: int, num_keys: int) -> None:
+    query = torch.randn(num_queries, 4, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(num_keys, 4, dtype=torch.float64) for _ in range(2))
+    output = attention_reference(query, key, value, causal=True, causal_align="bottom_right")
+    for position in range(num_queries):
+        num_visible = max(0, num_keys - num_queries + position + 1)
+        expected = torch.zeros(1, 4, dtype=torch.float64)
+        if num_visible:
+            seen = key[:num_visible], value[:num_visible]
+            expected = attention_reference(query[position : position + 1], *seen, causal=False)
+        torch.testing.assert_close(output[position : position + 1], expected)
+    output.sum().backward()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
 
 
 def test_softmax_is_taken_in_float32() -> None:

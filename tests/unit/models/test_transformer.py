@@ -60,11 +60,11 @@ def test_any_shape_is_counted_right_and_equals_the_oracle(shape: ModelShape) -> 
     torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "naive"])
+@pytest.mark.parametrize("attention", ["auto", "tiled", "naive"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("context", [1, 2, 33, 64])
 def test_the_output_equals_the_oracle(
-    attention: Literal["sdpa", "naive"], num_kv_heads: int, context: int
+    attention: Literal["auto", "tiled", "naive"], num_kv_heads: int, context: int
 ) -> None:
     torch.manual_seed(1)
     shape = dataclasses.replace(SHAPE, num_kv_heads=num_kv_heads)

@@ -1,0 +1,144 @@
+"""What `flash_attention` costs over torch's own attention on a CPU, and what its tiles take.
+
+Causal attention of one sequence, 8 heads of 64, float32. Both ways run in turn, call by call, in
+one process and over the same inputs, so that whatever else the machine does falls on both. Appends
+one comparison record per length and phase to a store: what `flash_attention` chooses here against
+torch's `scaled_dot_product_attention`, forward alone and with backward; then its tiled backend
+against the same, with backward.
+
+    python scripts/attention_overhead.py results/attention-overhead.jsonl
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from paceline.benchmarks.devices import current_environment, describe_place
+from paceline.benchmarks.measure import ratio_metric
+from paceline.core.specs import Phase
+from paceline.kernels import flash_attention
+from paceline.kernels.attention import AttentionBackend
+from paceline.records import Metric, Record, RecordStore
+
+HEADS, HEAD_DIM = 8, 64
+# About half a minute each, forward and backward, on two cores.
+ROUNDS = {1024: 400, 2048: 120, 4096: 40}
+WARMUP = 2
+
+Way = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A backend beside torch's attention."""
+
+    backend: AttentionBackend
+    subject: str
+    phase: Phase
+    length: int
+
+
+def comparisons() -> Iterator[Comparison]:
+    """Yields what is compared, the shorter lengths first."""
+    for length in ROUNDS:
+        for phase in ("forward", "forward-backward"):
+            yield Comparison(backend="auto", subject="flash_attention", phase=phase, length=length)
+    for length in (1024, 4096):
+        yield Comparison(
+            backend="tiled",
+            subject="flash_attention, tiled",
+            phase="forward-backward",
+            length=length,
+        )
+
+
+def both_ways(comparison: Comparison) -> tuple[Way, Way]:
+    """Returns one call of ours and one of torch's, over the same inputs."""
+    torch.manual_seed(0)
+    size = (1, HEADS, comparison.length, HEAD_DIM)
+    inputs = [torch.randn(size, requires_grad=True) for _ in range(3)]
+    output_gradient = torch.randn(size)
+    query, key, value = inputs
+
+    def ours() -> Tensor:
+        return flash_attention(query, key, value, causal=True, backend=comparison.backend)
+
+    def bare() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def with_backward(attend: Callable[[], Tensor]) -> Way:
+        return lambda: torch.autograd.grad(attend(), inputs, output_gradient)
+
+    def without_gradients(attend: Callable[[], Tensor]) -> Way:
+        return torch.no_grad()(attend)
+
+    torch.testing.assert_close(ours(), bare(), atol=1e-5, rtol=1e-5)
+    wrap = without_gradients if comparison.phase == "forward" else with_backward
+    return wrap(ours), wrap(bare)
+
+
+def measure(comparison: Comparison, rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each call, ours and torch's."""
+    ways = both_ways(comparison)
+    samples: tuple[list[float], list[float]] = ([], [])
+    for round_index in range(-WARMUP, rounds):
+        # Each goes first in every second round, so that neither always follows the other.
+        for way in (0, 1) if round_index % 2 else (1, 0):
+            started = time.perf_counter()
+            ways[way]()
+            seconds = time.perf_counter() - started
+            if round_index >= 0:
+                samples[way].append(seconds)
+    return samples
+
+
+def main() -> int:
+    """Measures, prints and records the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--rounds", type=int, help="of every comparison; by default by length")
+    arguments = parser.parse_args()
+    for comparison in comparisons():
+        rounds = arguments.rounds or ROUNDS[comparison.length]
+        # Torch could otherwise choose another kernel than the fused one, and say nothing.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            subject, baseline = measure(comparison, rounds)
+        ratio = ratio_metric(subject, baseline)
+        record = Record(
+            kind="comparison",
+            case={
+                "subject": comparison.subject,
+                "baseline": "scaled_dot_product_attention, fused",
+                "operation": f"causal attention, {HEADS} heads of {HEAD_DIM}, float32",
+                "batch": 1,
+                "context": comparison.length,
+                "phase": comparison.phase,
+                **describe_place(torch.device("cpu")).as_case(),
+                "warmup": WARMUP,
+                "rounds": rounds,
+            },
+            environment=current_environment(),
+            metrics={
+                "time_ratio": ratio,
+                "time_s": Metric.from_samples(subject),
+                "baseline_time_s": Metric.from_samples(baseline),
+            },
+            outcome="ok",
+        )
+        RecordStore(arguments.store).append(record)
+        print(
+            f"{comparison.subject}, {comparison.length} tokens, {comparison.phase}: "
+            f"{ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

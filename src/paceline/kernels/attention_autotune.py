@@ -1,0 +1,180 @@
+"""Tilings found by trying, for those who ask for it with PACELINE_AUTOTUNE=1.
+
+By default a static table decides, so that two runs of a program launch the same kernels. With the
+variable set, the first attention of its kind on a GPU times a few tilings around the table's for
+each kernel, on tensors of its own, and keeps the fastest. The choice is written to a file in the
+user's cache directory and taken from there by every later process; deleting the file starts anew.
+Lengths are told apart by the next power of two: what is best hardly changes within.
+"""
+
+import functools
+import json
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+import triton
+
+from paceline.core.specs import DType
+from paceline.kernels.attention_layout import empty_like_heads
+from paceline.kernels.attention_tilings import Tiling, Tilings, choose_tilings
+from paceline.kernels.attention_triton import (
+    Launch,
+    architecture_of,
+    backward_launches,
+    forward_launch,
+)
+
+_LOGGER = logging.getLogger(__name__)
+_SMALLEST_BLOCK = 16
+_MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
+
+Measure = Callable[[Launch], float]
+
+
+def cache_path() -> pathlib.Path:
+    """Returns the file that choices are kept in."""
+    directory = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(directory, "paceline", "attention-tilings.json")
+
+
+def tuned_tilings(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Tilings:
+    """Returns the fastest tilings for such tensors, from the cache or by trying."""
+    return _tuned(
+        query.device,
+        query.dtype,
+        query.shape[3],
+        _power_of_two(query.shape[2]),
+        _power_of_two(key.shape[2]),
+        causal,
+        num_sequences=min(query.shape[0], _MAX_SEQUENCES),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+    )
+
+
+@functools.cache
+def _tuned(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    *,
+    num_sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tilings:
+    kind = (
+        f"{_device_name(device)}, triton {triton.__version__}, {dtype}, head_dim {head_dim}, "
+        f"{num_queries} x {num_keys}, heads {num_heads}/{num_kv_heads}, "
+        f"{'causal' if causal else 'full'}"
+    )
+    found = _read_cache().get(kind)
+    if found is not None:
+        return Tilings(*(Tiling(*numbers) for numbers in found))
+    query = torch.randn(num_sequences, num_heads, num_queries, head_dim, device=device).to(dtype)
+    key = torch.randn(num_sequences, num_kv_heads, num_keys, head_dim, device=device).to(dtype)
+    tilings = search(query, key, causal=causal, measure=_time_on_gpu)
+    _write_cache(kind, tilings)
+    _LOGGER.info("attention tilings for %s: %s", kind, tilings)
+    return tilings
+
+
+def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Measure) -> Tilings:
+    """Times the candidates of each kernel in turn and returns the fastest."""
+    dtype = cast(DType, str(query.dtype).removeprefix("torch."))
+    best = choose_tilings(architecture_of(query.device), dtype, query.shape[3])
+    for name in Tilings._fields:
+        times = {
+            tiling: seconds
+            for tiling in candidates(getattr(best, name))
+            if (seconds := _try(query, key, best._replace(**{name: tiling}), name, causal, measure))
+        }
+        best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
+    return best
+
+
+def candidates(start: Tiling) -> Iterator[Tiling]:
+    """Yields a tiling and its neighbours: other warps and stages, sides halved and doubled."""
+    for queries_factor, keys_factor in ((1, 1), (0.5, 1), (1, 0.5), (2, 1), (1, 2)):
+        block_queries = int(start.block_queries * queries_factor)
+        block_keys = int(start.block_keys * keys_factor)
+        if min(block_queries, block_keys) < _SMALLEST_BLOCK:
+            continue
+        for num_warps in (4, 8):
+            for num_stages in (1, 2, 3):
+                yield Tiling(block_queries, block_keys, num_warps, num_stages)
+
+
+def _try(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tilings: Tilings,
+    name: str,
+    causal: bool,
+    measure: Measure,
+) -> float | None:
+    try:
+        return measure(_launch(query, key, tilings, name, causal))
+    except triton.runtime.errors.OutOfResources:
+        return None  # Too large for this GPU, which only the compiler knows.
+
+
+def _launch(
+    query: torch.Tensor, key: torch.Tensor, tilings: Tilings, name: str, causal: bool
+) -> Launch:
+    options = {"diagonal": 0 if causal else None, "scale": query.shape[3] ** -0.5}
+    output, lse = torch.empty_like(query), query.new_zeros(query.shape[:-1], dtype=torch.float32)
+    if name == "forward":
+        return forward_launch(query, key, key, output, lse, tiling=tilings.forward, **options)
+    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(key)
+    _, of_key_and_value, of_query = backward_launches(
+        query, None, query, key, key, output, lse, *gradients, tilings=tilings, **options
+    )
+    return of_key_and_value if name == "dkdv" else of_query
+
+
+def _time_on_gpu(launch: Launch) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(launch.run, return_mode="median"))
+
+
+def _read_cache() -> dict[str, list[list[int]]]:
+    try:
+        return cast(dict[str, list[list[int]]], json.loads(cache_path().read_text()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _LOGGER.warning("%s cannot be read and is not used: %s", cache_path(), error)
+        return {}
+
+
+def _write_cache(kind: str, tilings: Tilings) -> None:
+    """Adds a choice; the file is replaced as a whole, so that no reader sees half of it."""
+    path = cache_path()
+    numbers = [
+        [tiling.block_queries, tiling.block_keys, tiling.num_warps, tiling.num_stages]
+        for tiling in tilings
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(_read_cache() | {kind: numbers}, file, indent=1)
+        pathlib.Path(file.name).replace(path)
+    except OSError as error:
+        _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _power_of_two(length: int) -> int:
+    return max(_SMALLEST_BLOCK, 1 << (length - 1).bit_length())

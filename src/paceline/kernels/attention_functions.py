@@ -1,0 +1,58 @@
+"""FlashAttention-2 as the two autograd functions that the courses' tests call.
+
+Both are applied as ``apply(query, key, value, is_causal)`` to (batch, sequence, head_dim), and of
+what they save for backward exactly one tensor, the logarithms of the sums, is (batch, queries).
+For anything else `flash_attention` is the better door.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.attention_layout import causal_diagonal, default_scale
+from paceline.kernels.attention_op import find_backend
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """Attention of a single head by the backend that a subclass names."""
+
+    backend: ClassVar[str]
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False
+    ) -> Tensor:
+        """Computes the output."""
+        ctx.options = {
+            "diagonal": causal_diagonal(
+                query.shape[-2], key.shape[-2], causal=is_causal, align="top_left"
+            ),
+            "scale": default_scale(query, None),
+        }
+        heads = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        output, lse = find_backend(cls.backend).forward(*heads, **ctx.options)
+        output, lse = output.squeeze(1), lse.squeeze(1)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @classmethod
+    def backward(cls, ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of query, key and value."""
+        query, key, value, output, lse = (tensor.unsqueeze(1) for tensor in ctx.saved_tensors)
+        gradients = find_backend(cls.backend).backward(
+            *(output_gradient.unsqueeze(1), None, query, key, value, output, lse), **ctx.options
+        )
+        return *(gradient.squeeze(1) for gradient in gradients), None
+
+
+class TiledAttentionFunction(_AttentionFunction):
+    """Attention by tiles in PyTorch."""
+
+    backend = "tiled"
+
+
+class TritonAttentionFunction(_AttentionFunction):
+    """Attention by the Triton kernels."""
+
+    backend = "triton"

@@ -1,0 +1,51 @@
+"""What every backend of attention agrees on: where results lie in memory, and who sees whom.
+
+Tensors are (batch, heads, sequence, head_dim). The output lies in memory as the queries do;
+gradients lie token by token, the heads of a token side by side, because the step before
+attention splits the heads: with this order its backward copies nothing. Both are what torch's
+fused attention on CPUs does.
+
+The mask is one number, `diagonal`, as in torch.tril: key j is visible to query i where
+j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and the logarithm of
+an empty sum, -inf.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CausalAlign = Literal["top_left", "bottom_right"]
+
+
+def causal_diagonal(
+    num_queries: int, num_keys: int, *, causal: bool, align: CausalAlign
+) -> int | None:
+    """Returns the mask's diagonal: the first query sees the first key, or the last the last."""
+    if not causal:
+        return None
+    return 0 if align == "top_left" else num_keys - num_queries
+
+
+def empty_output(query: Tensor) -> Tensor:
+    """Allocates an output that lies in memory as the queries do, but each head without gaps."""
+    if query.stride(-1) == 1:
+        return torch.empty_like(query)
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def empty_like_heads(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocates (batch, heads, sequence, head_dim), the heads of a token side by side."""
+    batch, heads, sequence, head_dim = tensor.shape
+    return tensor.new_empty((batch, sequence, heads, head_dim), dtype=dtype).transpose(1, 2)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the format of logarithms and sums: float32, or float64 for float64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def default_scale(query: Tensor, scale: float | None) -> float:
+    """Returns the scale that was asked for, or 1 / sqrt(head_dim)."""
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale

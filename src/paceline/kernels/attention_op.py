@@ -1,0 +1,160 @@
+"""Attention and its backward as operators of torch, so that everything in torch can handle them.
+
+Autograd, torch.compile and autocast each learn here what they need: a formula, the shapes of the
+results without computing them, and to which format inputs are cast. The operators take whichever
+backend they are told; choosing one is not their business.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.attention_layout import empty_like_heads, empty_output, lse_dtype
+
+
+class _Forward(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, diagonal: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        output_gradient: Tensor,
+        lse_gradient: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        diagonal: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Backend(NamedTuple):
+    """Something that computes both passes."""
+
+    forward: _Forward
+    backward: _Backward
+
+
+def find_backend(name: str) -> Backend:
+    """Returns the backend of that name; each is imported when it is first used."""
+    if name == "triton":
+        from paceline.kernels.attention_triton import triton_backward, triton_forward
+
+        return Backend(triton_forward, triton_backward)
+    if name == "tiled":
+        from paceline.kernels.attention_tiled import tiled_backward, tiled_forward
+
+        return Backend(tiled_forward, tiled_backward)
+    from paceline.kernels.attention_sdpa import sdpa_backward, sdpa_forward
+
+    return Backend(sdpa_forward, sdpa_backward)
+
+
+@torch.library.custom_op("paceline::attention", mutates_args=())
+def attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    diagonal: int | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logarithm of each query's sum of exponentials."""
+    if query.numel() == 0 or key.numel() == 0:
+        output, lse = _shapes_of_results(query, key, value, diagonal, scale, backend)
+        return output.zero_(), lse.fill_(float("-inf"))
+    return find_backend(backend).forward(query, key, value, diagonal=diagonal, scale=scale)
+
+
+@torch.library.custom_op("paceline::attention_backward", mutates_args=())
+def attention_backward_op(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    diagonal: int | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value."""
+    if query.numel() == 0 or key.numel() == 0:
+        of_query, of_key, of_value = (empty_like_heads(tensor) for tensor in (query, key, value))
+        return of_query.zero_(), of_key.zero_(), of_value.zero_()
+    return find_backend(backend).backward(
+        *(output_gradient, lse_gradient, query, key, value, output, lse),
+        diagonal=diagonal,
+        scale=scale,
+    )
+
+
+@attention_op.register_fake
+def _shapes_of_results(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return empty_output(query), query.new_empty(query.shape[:-1], dtype=lse_dtype(query.dtype))
+
+
+@attention_backward_op.register_fake
+def _shapes_of_gradients(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    diagonal: int | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    query, key, value, ctx.diagonal, ctx.scale, ctx.backend = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-def]
+    query, key, value, output, lse = ctx.saved_tensors
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(output)
+    gradients = attention_backward_op(
+        *(output_gradient, lse_gradient, query, key, value, output, lse),
+        *(ctx.diagonal, ctx.scale, ctx.backend),
+    )
+    return *gradients, None, None, None
+
+
+attention_op.register_autograd(_propagate, setup_context=_keep_for_backward)
+
+
+def _cast_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Casts to the format that autocast is set to; like torch's own, it leaves float64 alone."""
+    device_type = query.device.type
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        query, key, value = (
+            tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+            for tensor in (query, key, value)
+        )
+        results: tuple[Tensor, Tensor] = attention_op(query, key, value, diagonal, scale, backend)
+        return results
+
+
+_LIBRARY = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    _LIBRARY.impl("attention", _cast_and_attend, _key)  # type: ignore[no-untyped-call]

@@ -1,0 +1,125 @@
+"""Which tile sizes the Triton kernels use, by architecture, number format and head size.
+
+A static table: no search at run time, so that two runs of a program launch the same kernels
+and give the same bits.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from paceline.core.errors import HardwareError
+from paceline.core.specs import DType, bytes_per_element
+
+LARGEST_HEAD_DIM = 256
+_SMALLEST_BLOCK = 16  # of a side of a product on tensor cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one kernel divides its work."""
+
+    block_queries: int
+    """Queries in a tile; a power of two, at least 16."""
+    block_keys: int
+    """Keys in a tile; a power of two, at least 16."""
+    num_warps: int
+    """Warps that compute a tile together."""
+    num_stages: int
+    """Tiles in flight: those after the current one are loaded while it is computed."""
+
+
+class Tilings(NamedTuple):
+    """The tilings of the kernels of one attention."""
+
+    forward: Tiling
+    dkdv: Tiling
+    """Of the kernel that computes the gradients of keys and values."""
+    dq: Tiling
+    """Of the kernel that computes the gradient of queries."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the width of a tile: the next power of two that tensor cores can multiply."""
+    return max(_SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length())
+
+
+def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:
+    """Returns the tilings for an architecture such as sm90 or gfx942.
+
+    An NVIDIA architecture from sm80 on that the table does not hold gets those of sm86: none has
+    less shared memory, so that they fit everywhere. An AMD one gets those of gfx942, for the
+    same reason. Architectures before sm80 are refused: they cannot multiply bfloat16.
+    """
+    rows = _TABLE[_family(architecture), bytes_per_element(dtype)]
+    width = padded_head_dim(head_dim)
+    return next(rows[limit] for limit in sorted(rows) if width <= limit)
+
+
+def _family(architecture: str) -> str:
+    if architecture in _ARCHITECTURES:
+        return architecture
+    if architecture.startswith("gfx"):
+        return "gfx942"
+    if architecture.startswith("sm") and int(architecture.removeprefix("sm")) >= 80:
+        return "sm86"
+    raise HardwareError(
+        f"the Triton attention does not run on {architecture}: it needs sm80 or newer, or an AMD "
+        'GPU; use backend="sdpa"'
+    )
+
+
+# By architecture and bytes per element: up to which padded head size which tilings hold. Each is
+# queries, keys, warps, stages; forward, then gradients of keys and values, then of queries.
+_TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
+    ("sm80", 2): {
+        64: Tilings(Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: Tilings(Tiling(128, 64, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        256: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    ("sm80", 4): {
+        64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        128: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        256: Tilings(Tiling(32, 16, 8, 2), Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),
+    },
+    ("sm86", 2): {
+        64: Tilings(Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: Tilings(Tiling(64, 64, 4, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        256: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),
+    },
+    ("sm86", 4): {
+        64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        128: Tilings(Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),
+        256: Tilings(Tiling(32, 16, 8, 1), Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),
+    },
+    ("sm90", 2): {
+        64: Tilings(Tiling(128, 128, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
+        128: Tilings(Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 3), Tiling(128, 64, 8, 2)),
+        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+    ("sm90", 4): {
+        64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        128: Tilings(Tiling(64, 16, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 2)),
+        256: Tilings(Tiling(32, 32, 8, 2), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+    },
+    ("sm100", 2): {
+        64: Tilings(Tiling(128, 128, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
+        128: Tilings(Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)),
+        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+    ("sm100", 4): {
+        64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        128: Tilings(Tiling(64, 16, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 2)),
+        256: Tilings(Tiling(32, 32, 8, 2), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+    },
+    ("gfx942", 2): {
+        64: Tilings(Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),
+        128: Tilings(Tiling(128, 64, 4, 1), Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1)),
+        256: Tilings(Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+    },
+    ("gfx942", 4): {
+        64: Tilings(Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+        128: Tilings(Tiling(32, 32, 4, 1), Tiling(16, 32, 4, 1), Tiling(32, 16, 4, 1)),
+        256: Tilings(Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1)),
+    },
+}
+_ARCHITECTURES = {architecture for architecture, _ in _TABLE}
