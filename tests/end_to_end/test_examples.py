@@ -60,3 +60,15 @@ def test_sharded_training_is_continued_by_another_number_of_ranks(tmp_path: path
     uninterrupted = losses(1, 6, None)
     assert len(uninterrupted) == 6
     assert losses(2, 3, "checkpoint") + losses(3, 6, "checkpoint") == uninterrupted
+
+
+def test_long_context() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "long_context.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    backend, difference = result.stdout.splitlines()
+    assert backend.startswith("sdpa: on CPUs")
+    assert float(difference.rpartition(" ")[2]) < 1e-5

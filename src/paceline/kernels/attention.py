@@ -12,7 +12,6 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from paceline.core.errors import UsageError
 from paceline.core.specs import AttentionImplementation
@@ -162,6 +161,8 @@ def _torch_attention(
     causal_align: CausalAlign,
 ) -> Tensor:
     """Lets torch choose among its fused kernels for the device."""
+    from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
+
     lengths = query.shape[-2], key.shape[-2]
     below_right = causal and causal_align == "bottom_right" and lengths[0] != lengths[1]
     return F.scaled_dot_product_attention(

@@ -94,7 +94,7 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
     ("sm90", 2): {
         64: Tilings(Tiling(128, 128, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
         128: Tilings(Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 3), Tiling(128, 64, 8, 2)),
-        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
     ("sm90", 4): {
         64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
@@ -104,7 +104,7 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
     ("sm100", 2): {
         64: Tilings(Tiling(128, 128, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
         128: Tilings(Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)),
-        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
     ("sm100", 4): {
         64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),

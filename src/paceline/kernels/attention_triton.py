@@ -26,11 +26,11 @@ from paceline.kernels.attention_tilings import (
     padded_head_dim,
 )
 from paceline.kernels.attention_triton_backward import (
-    delta_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
+    attention_delta_kernel,
+    attention_key_value_gradient_kernel,
+    attention_query_gradient_kernel,
 )
-from paceline.kernels.attention_triton_forward import forward_kernel
+from paceline.kernels.attention_triton_forward import attention_forward_kernel
 
 _POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _AXES = ("batch", "head", "row", "dim")
@@ -171,7 +171,7 @@ def forward_launch(
     """Describes the forward kernel's launch; the scale must not be negative."""
     arguments, constants = _shared(query, key, value, diagonal, scale, tiling)
     return Launch(
-        kernel=forward_kernel,
+        kernel=attention_forward_kernel,
         num_programs=_num_tiles(query, tiling.block_queries),
         arguments=arguments | _strided("output", output) | {"lse": lse},
         constants=constants,
@@ -200,7 +200,7 @@ def backward_launches(
     delta = torch.empty_like(lse)
     from_above = _strided("output_gradient", output_gradient) | {"lse": lse, "delta": delta}
     of_delta = Launch(
-        kernel=delta_kernel,
+        kernel=attention_delta_kernel,
         num_programs=_num_tiles(query, _DELTA_TILING.block_queries),
         arguments=from_above
         | _strided("output", output)
@@ -216,7 +216,7 @@ def backward_launches(
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.dkdv)
     of_key_and_value = Launch(
-        kernel=key_value_gradient_kernel,
+        kernel=attention_key_value_gradient_kernel,
         num_programs=_num_tiles(key, tilings.dkdv.block_keys),
         arguments=arguments
         | from_above
@@ -229,7 +229,7 @@ def backward_launches(
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.dq)
     of_query = Launch(
-        kernel=query_gradient_kernel,
+        kernel=attention_query_gradient_kernel,
         num_programs=_num_tiles(query, tilings.dq.block_queries),
         arguments=arguments
         | from_above
@@ -325,7 +325,7 @@ def _require_supported(query: Tensor) -> None:
             f"the Triton attention takes heads of up to {LARGEST_HEAD_DIM} numbers, got "
             f'{query.shape[-1]}; use backend="sdpa"'
         )
-    if not query.is_cuda and isinstance(forward_kernel, triton.JITFunction):
+    if not query.is_cuda and isinstance(attention_forward_kernel, triton.JITFunction):
         raise UsageError(
             f"the Triton attention needs a GPU, but the tensors are on {query.device}; use "
             'backend="sdpa" or "tiled", or set TRITON_INTERPRET=1 before the start to debug'

@@ -2,10 +2,10 @@
 
 With P the weights, dP = dO Vᵀ and dS = P (dP - delta), the gradients are dV = Pᵀ dO,
 dK = dSᵀ Q and dQ = dS K, the latter two times the scale. P is computed anew from the scores and
-the saved logarithms. `delta_kernel` computes delta, one number for each query. One kernel then
-owns tiles of keys and walks over queries, another owns tiles of queries and walks over keys:
-the scores are computed twice, but nothing is added up by two programs at once, so that the
-result is the same to the bit in every run.
+the saved logarithms. `attention_delta_kernel` computes delta, one number for each query. One
+kernel then owns tiles of keys and walks over queries, another owns tiles of queries and walks
+over keys: the scores are computed twice, but nothing is added up by two programs at once, so
+that the result is the same to the bit in every run.
 """
 
 # ruff: noqa: N803 - what is known when a kernel is compiled is written in capitals.
@@ -26,7 +26,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def delta_kernel(
+def attention_delta_kernel(
     output, output_batch_stride, output_head_stride, output_row_stride, output_dim_stride,
     output_gradient,
     output_gradient_batch_stride, output_gradient_head_stride,
@@ -124,7 +124,7 @@ def _gather_from_queries(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "diagonal"])
-def key_value_gradient_kernel(
+def attention_key_value_gradient_kernel(
     query, query_batch_stride, query_head_stride, query_row_stride, query_dim_stride,
     key, key_batch_stride, key_head_stride, key_row_stride, key_dim_stride,
     value, value_batch_stride, value_head_stride, value_row_stride, value_dim_stride,
@@ -249,7 +249,7 @@ def _gather_from_keys(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "diagonal"])
-def query_gradient_kernel(
+def attention_query_gradient_kernel(
     query, query_batch_stride, query_head_stride, query_row_stride, query_dim_stride,
     key, key_batch_stride, key_head_stride, key_row_stride, key_dim_stride,
     value, value_batch_stride, value_head_stride, value_row_stride, value_dim_stride,

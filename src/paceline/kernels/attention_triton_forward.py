@@ -71,7 +71,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "diagonal"])
-def forward_kernel(
+def attention_forward_kernel(
     query, query_batch_stride, query_head_stride, query_row_stride, query_dim_stride,
     key, key_batch_stride, key_head_stride, key_row_stride, key_dim_stride,
     value, value_batch_stride, value_head_stride, value_row_stride, value_dim_stride,

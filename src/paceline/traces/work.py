@@ -26,7 +26,11 @@ class Work(enum.StrEnum):
 _PATTERNS: tuple[tuple[Work, str], ...] = (
     (Work.COMMUNICATION, r"^(nccl|rccl|gloo:|c10d::|record_param_comms|ncclkernel|mpi:)"),
     (Work.OPTIMIZER, r"adam|sgd_|multi_tensor_apply|optimizer\.step|lamb_|muon"),
-    (Work.ATTENTION, r"scaled_dot_product|flash_(fwd|bwd|attn|attention)|fmha|attn_(fwd|bwd)"),
+    (
+        Work.ATTENTION,
+        r"scaled_dot_product|flash_(fwd|bwd|attn|attention)|fmha|attn_(fwd|bwd)"
+        r"|^paceline::attention|^attention_\w+_kernel",
+    ),
     (Work.SOFTMAX, r"softmax"),
     (
         Work.MATMUL,

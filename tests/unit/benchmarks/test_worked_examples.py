@@ -26,6 +26,17 @@ def test_attention_that_outruns_the_peak_was_not_synchronised() -> None:
     assert (8192 / 256) ** 2 == 1024
 
 
+def test_a_kernel_at_two_hundredths_of_the_peak_multiplied_in_float32() -> None:
+    """The arithmetic of docs/attention.md."""
+    flops = 4 * 32768**2 * 128 / 2
+    assert flops == pytest.approx(275e9, rel=0.01)
+    reached = flops / 13.56e-3
+    assert reached == pytest.approx(20.3e12, rel=0.01)
+    assert reached / find_device("h100-sxm").peak("bfloat16").value == pytest.approx(0.02, abs=5e-4)
+    one_matrix = 65536**2 * 4
+    assert one_matrix == pytest.approx(17.2e9, rel=0.01)
+
+
 def test_one_cold_step_explains_mean_and_deviation() -> None:
     outlier = 12.9 + 10 * (29.2 - 12.9)
     samples = [12.9] * 9 + [outlier]
