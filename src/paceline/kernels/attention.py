@@ -177,38 +177,31 @@ def _torch_attention(
 
 
 def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    """Raises where the tensors do not fit; it is on the way of every call, so it is quick."""
     if not query.ndim == key.ndim == value.ndim == 4:
-        raise UsageError(
-            f"attention: each tensor must be (batch, heads, sequence, head_dim), got {shapes}"
-        )
-    if key.shape != value.shape:
-        raise UsageError(f"attention: key and value must have the same shape, got {shapes}")
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise UsageError(f"attention: batch and head_dim must agree, got {shapes}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise UsageError(
-            f"attention: the query's heads must be a multiple of the key's, got {shapes}"
-        )
-    if not query.device == key.device == value.device:
-        raise UsageError(
-            f"attention: the tensors are on different devices: query on {query.device}, "
-            f"key on {key.device}, value on {value.device}"
-        )
-    _validate_formats(query, key, value)
-
-
-def _validate_formats(query: Tensor, key: Tensor, value: Tensor) -> None:
-    formats = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
-    if query.dtype not in _DTYPES:
+        problem = "each tensor must be (batch, heads, sequence, head_dim)"
+    elif key.shape != value.shape:
+        problem = "key and value must have the same shape"
+    elif query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        problem = "batch and head_dim must agree"
+    elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        problem = "the query's heads must be a multiple of the key's"
+    elif not query.device == key.device == value.device:
+        problem = "the tensors must be on one device"
+    elif query.dtype not in _DTYPES:
         known = ", ".join(str(dtype) for dtype in _DTYPES)
-        raise UsageError(f"attention: unsupported format {formats}; it must be one of {known}")
-    autocast = torch.is_autocast_enabled(query.device.type)
-    if not autocast and not query.dtype == key.dtype == value.dtype:
-        raise UsageError(
-            f"attention: the tensors have different formats: {formats}; convert them, or use "
-            "torch.autocast"
-        )
+        problem = f"the format must be one of {known}"
+    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(
+        query.device.type
+    ):
+        problem = "the tensors must have one format; convert them, or use torch.autocast"
+    else:
+        return
+    got = "; ".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    raise UsageError(f"attention: {problem}, got {got}")
 
 
 def _require_triton() -> None:

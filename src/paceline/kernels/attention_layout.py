@@ -35,15 +35,22 @@ def empty_output(query: Tensor) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-def empty_like_heads(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+def empty_lse(query: Tensor, backend: str) -> Tensor:
+    """Allocates one number per query, (batch, heads, sequence).
+
+    Torch's fused kernel has those of a token side by side; the others have those of a head.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    batch, heads, sequence, _ = query.shape
+    if backend == "sdpa":
+        return query.new_empty((batch, sequence, heads), dtype=dtype).transpose(1, 2)
+    return query.new_empty((batch, heads, sequence), dtype=dtype)
+
+
+def empty_like_heads(tensor: Tensor) -> Tensor:
     """Allocates (batch, heads, sequence, head_dim), the heads of a token side by side."""
     batch, heads, sequence, head_dim = tensor.shape
-    return tensor.new_empty((batch, sequence, heads, head_dim), dtype=dtype).transpose(1, 2)
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the format of logarithms and sums: float32, or float64 for float64 inputs."""
-    return torch.promote_types(dtype, torch.float32)
+    return tensor.new_empty((batch, sequence, heads, head_dim)).transpose(1, 2)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

@@ -3,6 +3,9 @@
 Autograd, torch.compile and autocast each learn here what they need: a formula, the shapes of the
 results without computing them, and to which format inputs are cast. The operators take whichever
 backend they are told; choosing one is not their business.
+
+They are defined through `torch.library.Library` because `torch.library.custom_op`, which is the
+same in fewer lines, adds 0.15 ms to a call: 2% of attention over 1,024 tokens.
 """
 
 from typing import NamedTuple, Protocol
@@ -10,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention_layout import empty_like_heads, empty_output, lse_dtype
+from paceline.kernels.attention_layout import empty_like_heads, empty_lse, empty_output
 
 
 class _Forward(Protocol):
@@ -57,24 +60,34 @@ def find_backend(name: str) -> Backend:
     return Backend(sdpa_forward, sdpa_backward)
 
 
-@torch.library.custom_op("paceline::attention", mutates_args=())
-def attention_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    diagonal: int | None,
-    scale: float,
-    backend: str,
+_LIBRARY = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attention(Tensor query, Tensor key, Tensor value, SymInt? diagonal, float scale, str backend)"
+    " -> (Tensor output, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attention_backward(Tensor output_gradient, Tensor? lse_gradient, Tensor query, Tensor key, "
+    "Tensor value, Tensor output, Tensor lse, SymInt? diagonal, float scale, str backend)"
+    " -> (Tensor query_gradient, Tensor key_gradient, Tensor value_gradient)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+attention_op = torch.ops.paceline.attention.default
+"""Returns the output and the logarithm of each query's sum of exponentials."""
+attention_backward_op = torch.ops.paceline.attention_backward.default
+"""Returns the gradients of query, key and value."""
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output and the logarithm of each query's sum of exponentials."""
     if query.numel() == 0 or key.numel() == 0:
         output, lse = _shapes_of_results(query, key, value, diagonal, scale, backend)
         return output.zero_(), lse.fill_(float("-inf"))
     return find_backend(backend).forward(query, key, value, diagonal=diagonal, scale=scale)
 
 
-@torch.library.custom_op("paceline::attention_backward", mutates_args=())
-def attention_backward_op(
+def _attend_backward(
     output_gradient: Tensor,
     lse_gradient: Tensor | None,
     query: Tensor,
@@ -86,7 +99,6 @@ def attention_backward_op(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value."""
     if query.numel() == 0 or key.numel() == 0:
         of_query, of_key, of_value = (empty_like_heads(tensor) for tensor in (query, key, value))
         return of_query.zero_(), of_key.zero_(), of_value.zero_()
@@ -97,14 +109,12 @@ def attention_backward_op(
     )
 
 
-@attention_op.register_fake
 def _shapes_of_results(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return empty_output(query), query.new_empty(query.shape[:-1], dtype=lse_dtype(query.dtype))
+    return empty_output(query), empty_lse(query, backend)
 
 
-@attention_backward_op.register_fake
 def _shapes_of_gradients(
     output_gradient: Tensor,
     lse_gradient: Tensor | None,
@@ -137,9 +147,6 @@ def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-d
     return *gradients, None, None, None
 
 
-attention_op.register_autograd(_propagate, setup_context=_keep_for_backward)
-
-
 def _cast_and_attend(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -155,6 +162,14 @@ def _cast_and_attend(
         return results
 
 
-_LIBRARY = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "attention_backward", _attend_backward, "CompositeExplicitAutograd"
+)
 for _key in ("AutocastCPU", "AutocastCUDA"):
     _LIBRARY.impl("attention", _cast_and_attend, _key)  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::attention", _shapes_of_results, lib=_LIBRARY)
+torch.library.register_fake("paceline::attention_backward", _shapes_of_gradients, lib=_LIBRARY)
+torch.library.register_autograd(
+    "paceline::attention", _propagate, setup_context=_keep_for_backward, lib=_LIBRARY
+)

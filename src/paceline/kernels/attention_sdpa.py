@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention_layout import empty_like_heads, lse_dtype
+from paceline.kernels.attention_layout import empty_like_heads, empty_lse
 from paceline.kernels.attention_tiled import tiled_backward
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -62,7 +62,7 @@ def sdpa_forward(
     if len(results) == 2:
         return _mixed(results)
     output, lse = results[0]
-    return output, lse.contiguous()
+    return output, lse
 
 
 def sdpa_backward(
@@ -126,7 +126,7 @@ def _piece_gradients(
 def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Puts the queries that see nothing before those that do."""
     output = torch.zeros_like(query)
-    lse = query.new_full(query.shape[:-1], float("-inf"), dtype=lse_dtype(query.dtype))
+    lse = empty_lse(query, "sdpa").fill_(float("-inf"))
     for seeing_output, seeing_lse in results:
         output[:, :, -seeing_output.shape[2] :] = seeing_output
         lse[:, :, -seeing_output.shape[2] :] = seeing_lse
@@ -136,7 +136,7 @@ def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tup
 def _mixed(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Joins the outputs over two disjoint sets of keys."""
     (first, first_lse), (second, second_lse) = results
-    lse = torch.logaddexp(first_lse, second_lse).contiguous()
+    lse = torch.logaddexp(first_lse, second_lse)
     share = (second_lse - lse).exp_().unsqueeze(-1)
     return torch.lerp(first.to(share.dtype), second.to(share.dtype), share).to(first.dtype), lse
 

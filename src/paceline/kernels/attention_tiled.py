@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from paceline.kernels.attention_layout import empty_like_heads, empty_output, lse_dtype
+from paceline.kernels.attention_layout import empty_like_heads, empty_lse, empty_output
 
 # Tiles of this size took the least time of those tried, on CPUs with 2 MiB of cache per core.
 _TILE_HEADS = 8
@@ -59,7 +59,7 @@ def tiled_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Returns the output and the logarithm of each query's sum of exponentials."""
     output = empty_output(query)
-    lse = query.new_empty(query.shape[:-1], dtype=lse_dtype(query.dtype))
+    lse = empty_lse(query, "tiled")
     if diagonal is not None and diagonal < 0:
         output[..., :-diagonal, :] = 0
         lse[..., :-diagonal] = float("-inf")

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from paceline.core.errors import UsageError
 from paceline.core.specs import DType
-from paceline.kernels.attention_layout import empty_like_heads, empty_output
+from paceline.kernels.attention_layout import empty_like_heads, empty_lse, empty_output
 from paceline.kernels.attention_tilings import (
     LARGEST_HEAD_DIM,
     Tiling,
@@ -109,7 +109,7 @@ def triton_forward(
     _require_supported(query)
     tilings = tilings or _tilings_for(query, key, causal=diagonal is not None)
     output = empty_output(query)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    lse = empty_lse(query, "triton")
     if scale < 0:
         # The kernel takes the largest product before it scales.
         query, scale = -query, -scale
