@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention_layout import empty_like_heads, empty_lse
+from paceline.kernels.attention_layout import empty_like_heads, empty_lse, empty_output
 from paceline.kernels.attention_tiled import tiled_backward
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -60,7 +60,7 @@ def sdpa_forward(
     if not pieces or pieces[0].first_query:
         return _below_blind(query, results)
     if len(results) == 2:
-        return _mixed(results)
+        return _mixed(query, results)
     output, lse = results[0]
     return output, lse
 
@@ -125,7 +125,7 @@ def _piece_gradients(
 
 def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Puts the queries that see nothing before those that do."""
-    output = torch.zeros_like(query)
+    output = empty_output(query).zero_()
     lse = empty_lse(query, "sdpa").fill_(float("-inf"))
     for seeing_output, seeing_lse in results:
         output[:, :, -seeing_output.shape[2] :] = seeing_output
@@ -133,12 +133,14 @@ def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tup
     return output, lse
 
 
-def _mixed(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _mixed(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Joins the outputs over two disjoint sets of keys."""
     (first, first_lse), (second, second_lse) = results
-    lse = torch.logaddexp(first_lse, second_lse)
+    lse = torch.logaddexp(first_lse, second_lse, out=empty_lse(query, "sdpa"))
     share = (second_lse - lse).exp_().unsqueeze(-1)
-    return torch.lerp(first.to(share.dtype), second.to(share.dtype), share).to(first.dtype), lse
+    output = empty_output(query)
+    output.copy_(torch.lerp(first.to(share.dtype), second.to(share.dtype), share))
+    return output, lse
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
