@@ -57,7 +57,7 @@ EXPORTS = {
         "ModelStates",
         "ParameterCount",
         "attention_flops",
-        "attention_peak_bytes",
+        "tiled_attention_peak_bytes",
         "attention_saved_bytes",
         "count_parameters",
         "flops_per_token",

@@ -4,9 +4,9 @@ from paceline.accounting.activations import peak_activation_bytes, saved_for_bac
 from paceline.accounting.attention import (
     AttentionFlops,
     attention_flops,
-    attention_peak_bytes,
     attention_saved_bytes,
     minimum_attention_bytes,
+    tiled_attention_peak_bytes,
 )
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
 from paceline.accounting.memory import minimum_step_bytes
@@ -26,7 +26,6 @@ __all__ = [
     "ModelStates",
     "ParameterCount",
     "attention_flops",
-    "attention_peak_bytes",
     "attention_saved_bytes",
     "count_parameters",
     "flops_per_token",
@@ -37,4 +36,5 @@ __all__ = [
     "peak_activation_bytes",
     "saved_for_backward_bytes",
     "step_memory",
+    "tiled_attention_peak_bytes",
 ]

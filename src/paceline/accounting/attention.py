@@ -89,18 +89,14 @@ def attention_saved_bytes(
     return 3 * vector + _num_scores(batch) * bytes_per_score + flags
 
 
-def attention_peak_bytes(
-    implementation: Literal["tiled"],
+def tiled_attention_peak_bytes(
     batch: BatchShape,
     head_dim: int,
     element_bytes: int,
     *,
     causal: bool,
 ) -> int:
-    """Returns the most that one forward and backward pass holds, inputs included.
-
-    Only tiles in PyTorch can be told from outside: a kernel's own memory is its business.
-    """
+    """Returns the most that one forward and backward pass of tiles holds, inputs included."""
     sum_bytes = _sum_bytes(element_bytes)
     num_together = min(batch.num_sequences, _TILE_HEADS)
     num_queries = min(batch.context_length, _TILE_QUERIES)

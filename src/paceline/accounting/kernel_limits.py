@@ -12,6 +12,7 @@ itself with every block.
 import dataclasses
 
 from paceline.core.errors import HardwareError
+from paceline.core.units import KIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,6 @@ class Multiprocessor:
     """The most that one block may have."""
 
 
-KIB = 1024
-
 _MULTIPROCESSORS: dict[str, Multiprocessor] = {
     "sm80": Multiprocessor(
         device="a100-sxm-80gb",
@@ -47,6 +46,17 @@ _MULTIPROCESSORS: dict[str, Multiprocessor] = {
         shared_bytes=164 * KIB,
         reserved_bytes_per_block=KIB,
         shared_bytes_per_block=163 * KIB,
+    ),
+    "sm86": Multiprocessor(
+        device="rtx-3090",
+        warp_size=32,
+        max_warps=48,
+        max_blocks=16,
+        registers=65536,
+        registers_per_portion=256,
+        shared_bytes=100 * KIB,
+        reserved_bytes_per_block=KIB,
+        shared_bytes_per_block=99 * KIB,
     ),
     "sm90": Multiprocessor(
         device="h100-sxm",

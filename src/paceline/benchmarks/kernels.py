@@ -6,6 +6,7 @@ the matrix units. It does not tell how fast it is; beside it stands what arithme
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
@@ -39,11 +40,12 @@ KERNELS: tuple[AttentionKernel, ...] = (
 WORK_LENGTH = 4096
 """The length for which work is counted; ragged kernels are compiled for one key more."""
 _TIMEOUT_S = 600.0
-_NUM_HEADS = 8
+_NUM_KV_HEADS = 2
 
 # By architecture: Triton's backend, what it calls the target, and the threads of a warp.
 _TARGETS: dict[Architecture, tuple[Literal["cuda", "hip"], int | str, int]] = {
     "sm80": ("cuda", 80, 32),
+    "sm86": ("cuda", 86, 32),
     "sm90": ("cuda", 90, 32),
     "sm100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
@@ -51,6 +53,7 @@ _TARGETS: dict[Architecture, tuple[Literal["cuda", "hip"], int | str, int]] = {
 # Each architecture's own; sm90 and sm100 also have sm80's, at a fraction of the speed.
 _MATRIX_INSTRUCTIONS: dict[Architecture, str] = {
     "sm80": r"\bmma\.sync\.",
+    "sm86": r"\bmma\.sync\.",
     "sm90": r"\bwgmma\.mma_async\.",
     "sm100": r"\btcgen05\.mma\.",
     "gfx942": r"\bv_mfma_",
@@ -66,12 +69,21 @@ def kernel_records(sweep: KernelSweep, on_progress: Progress) -> Iterator[Record
             "bench kernels needs Triton: pip install 'paceline[triton]' (no GPU is needed)"
         ) from None
     cases = list(sweep.cases())
-    # A process that debugs kernels may have chosen the interpreter, which knows no compiler.
-    os.environ.pop("TRITON_INTERPRET", None)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _without_interpreter(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for case, run in zip(cases, pool.map(_run, cases), strict=True):
             on_progress(1, 1)
             yield from _records(case, run, triton.__version__)
+
+
+@contextlib.contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Lets children compile: a process that debugs kernels may have chosen the interpreter."""
+    chosen = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if chosen is not None:
+            os.environ["TRITON_INTERPRET"] = chosen
 
 
 def _run(case: KernelCase) -> IsolatedRun[dict[str, dict[str, float]]]:
@@ -94,6 +106,7 @@ def _records(
             "head_dim": case.head_dim,
             "mask": case.mask,
             "lengths": case.lengths,
+            "group": case.group,
             "triton": version,
             **blocks,
         }
@@ -171,12 +184,14 @@ def _launches(case: KernelCase) -> "tuple[Launch, ...]":
     from paceline.kernels.attention_triton import backward_launches, forward_launch
 
     length = WORK_LENGTH + (case.lengths == "ragged")
-    size = (1, _NUM_HEADS, length, case.head_dim)
-    query, key, value, output_gradient = (
-        torch.empty(size, dtype=TORCH_DTYPES[case.dtype], device="meta") for _ in range(4)
-    )
-    output = torch.empty_like(query)
-    lse = torch.empty(size[:-1], device="meta")
+
+    def heads(count: int) -> torch.Tensor:
+        size = (1, count, length, case.head_dim)
+        return torch.empty(size, dtype=TORCH_DTYPES[case.dtype], device="meta")
+
+    query, output, output_gradient = (heads(_NUM_KV_HEADS * case.group) for _ in range(3))
+    key, value = heads(_NUM_KV_HEADS), heads(_NUM_KV_HEADS)
+    lse = torch.empty(query.shape[:-1], device="meta")
     gradients = [empty_like_heads(tensor) for tensor in (query, key, value)]
     diagonal = 0 if case.mask == "causal" else None
     tilings = choose_tilings(case.architecture, case.dtype, case.head_dim)

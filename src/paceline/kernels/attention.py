@@ -1,8 +1,8 @@
 """Attention whose memory grows linearly with the sequence: one function over several backends.
 
-On CUDA the Triton kernels of this room compute it, elsewhere torch's fused attention; tiled
-PyTorch does so on request. A backend that cannot is an error that says why and what to do, never
-a silent change to another: `explain_backend` tells beforehand which one it will be.
+On CUDA the Triton kernels of this room compute it, elsewhere, and where they cannot, torch's fused
+attention; tiled PyTorch does so on request. `explain_backend` tells which one it will be, and why.
+A backend that was asked for and cannot is an error that says what to do.
 """
 
 import dataclasses
@@ -14,21 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.core.specs import AttentionImplementation
+from paceline.core.specs import AttentionImplementation, require_choice
 from paceline.kernels.attention_layout import CausalAlign, causal_diagonal, default_scale
-from paceline.kernels.attention_op import attention_op
+from paceline.kernels.attention_op import BackendName, attention_op
 from paceline.kernels.attention_reference import attention_reference
+from paceline.kernels.attention_tilings import LARGEST_HEAD_DIM
 
 AttentionBackend = Literal["auto", "sdpa", "tiled", "triton"]
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendChoice:
     """Which backend computes attention, and why."""
 
-    backend: Literal["sdpa", "tiled", "triton"]
+    backend: BackendName
     reason: str
 
     def __str__(self) -> str:
@@ -36,23 +38,49 @@ class BackendChoice:
 
 
 def explain_backend(
-    device: torch.device | str, *, backend: AttentionBackend = "auto"
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
+    backend: AttentionBackend = "auto",
 ) -> BackendChoice:
-    """Says which backend `flash_attention` uses for tensors on a device, and why."""
-    device_type = torch.device(device).type
+    """Says which backend `flash_attention` uses for such tensors, and why."""
+    require_choice("attention", "backend", backend, AttentionBackend)
     if backend != "auto":
         return BackendChoice(backend=backend, reason="it was asked for")
-    if device_type == "cuda":
-        return BackendChoice(
-            backend="triton", reason="on CUDA devices the Triton kernels compute attention"
-        )
-    if device_type == "cpu":
+    device = torch.device(device)
+    if device.type == "cpu":
         return BackendChoice(
             backend="sdpa", reason="on CPUs torch's fused kernel is the fastest; Triton has none"
         )
+    if device.type != "cuda":
+        return BackendChoice(
+            backend="sdpa", reason=f"there are no kernels of ours for {device.type!r}"
+        )
+    obstacle = _triton_obstacle(device)
+    if dtype == torch.float64:
+        obstacle = "they do not compute in float64"
+    elif head_dim > LARGEST_HEAD_DIM:
+        obstacle = f"they take heads of up to {LARGEST_HEAD_DIM} numbers, these have {head_dim}"
+    if obstacle is not None:
+        return BackendChoice(
+            backend="sdpa", reason=f"the Triton kernels cannot be used: {obstacle}"
+        )
     return BackendChoice(
-        backend="sdpa", reason=f"there are no kernels of ours for {device_type!r}, torch has some"
+        backend="triton", reason="on CUDA devices the Triton kernels compute attention"
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _triton_obstacle(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; pip install 'paceline[triton]'"
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_CAPABILITY:
+        return f"they need compute capability 8.0, this device has {'.'.join(map(str, capability))}"
+    return None
 
 
 @overload
@@ -106,11 +134,14 @@ def flash_attention(
             bottom_right the last query the last key, as in generation with a cache. A query
             that sees no key gets zeros.
         return_lse: Also return the logarithm of each query's sum of exponentials, (batch, heads,
-            queries) in float32; it can be differentiated, and joins outputs over parts of keys.
+            queries), in float32 or for float64 in that; it can be differentiated, and joins
+            outputs over parts of keys.
         backend: What computes it; `explain_backend` says what auto means.
     """
     _validate(query, key, value)
-    chosen = explain_backend(query.device, backend=backend).backend
+    chosen = explain_backend(
+        query.device, dtype=query.dtype, head_dim=query.shape[-1], backend=backend
+    ).backend
     if chosen == "sdpa" and query.device.type != "cpu":
         if return_lse:
             raise UsageError(
@@ -118,8 +149,6 @@ def flash_attention(
                 'the logarithms of the sums; use backend="triton" or "tiled", or return_lse=False'
             )
         return _torch_attention(query, key, value, causal, scale, causal_align)
-    if chosen == "triton":
-        _require_triton()
     diagonal = causal_diagonal(query.shape[-2], key.shape[-2], causal=causal, align=causal_align)
     output, lse = attention_op(query, key, value, diagonal, default_scale(query, scale), chosen)
     return (output, lse) if return_lse else output
@@ -160,20 +189,26 @@ def _torch_attention(
     scale: float | None,
     causal_align: CausalAlign,
 ) -> Tensor:
-    """Lets torch choose among its fused kernels for the device."""
-    from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
+    """Lets torch choose among its kernels for the device; in float64 it stores the scores."""
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    diagonal = causal_diagonal(num_queries, num_keys, causal=causal, align=causal_align)
+    # Queries that see nothing would be NaN there.
+    num_blind = 0 if diagonal is None else max(0, -diagonal)
+    mask = None
+    if diagonal is not None and diagonal > 0:
+        from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
 
-    lengths = query.shape[-2], key.shape[-2]
-    below_right = causal and causal_align == "bottom_right" and lengths[0] != lengths[1]
-    return F.scaled_dot_product_attention(
-        query,
+        mask = causal_lower_right(num_queries, num_keys)
+    output = F.scaled_dot_product_attention(
+        query[:, :, num_blind:],
         key,
         value,
-        attn_mask=causal_lower_right(*lengths) if below_right else None,
-        is_causal=causal and not below_right,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return F.pad(output, (0, 0, num_blind, 0)) if num_blind else output
 
 
 def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -188,12 +223,12 @@ def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         problem = "the query's heads must be a multiple of the key's"
     elif not query.device == key.device == value.device:
         problem = "the tensors must be on one device"
-    elif query.dtype not in _DTYPES:
-        known = ", ".join(str(dtype) for dtype in _DTYPES)
-        problem = f"the format must be one of {known}"
-    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(
-        query.device.type
-    ):
+    elif query.shape[3] == 0:
+        problem = "head_dim must be at least 1"
+    elif not {query.dtype, key.dtype, value.dtype} <= _DTYPES:
+        known = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
+        problem = f"the formats must be of {known}"
+    elif not query.dtype == key.dtype == value.dtype and not _may_be_cast(query, key, value):
         problem = "the tensors must have one format; convert them, or use torch.autocast"
     else:
         return
@@ -204,9 +239,11 @@ def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
     raise UsageError(f"attention: {problem}, got {got}")
 
 
-def _require_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError(
-            "attention: the Triton backend needs the package triton: pip install "
-            '\'paceline[triton]\', or use backend="sdpa" or "tiled"'
-        )
+def _may_be_cast(*tensors: Tensor) -> bool:
+    """Says whether autocast gives all of them one format; it leaves float64 alone."""
+    device_type = tensors[0].device.type
+    return (
+        torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+        and all(tensor.dtype != torch.float64 for tensor in tensors)
+    )

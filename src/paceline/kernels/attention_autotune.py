@@ -1,27 +1,32 @@
 """Tilings found by trying, for those who ask for it with PACELINE_AUTOTUNE=1.
 
 By default a static table decides, so that two runs of a program launch the same kernels. With the
-variable set, the first attention of its kind on a GPU times a few tilings around the table's for
-each kernel, on tensors of its own, and keeps the fastest. The choice is written to a file in the
-user's cache directory and taken from there by every later process; deleting the file starts anew.
-Lengths are told apart by the next power of two: what is best hardly changes within.
+variable set, the first attention of its kind on a GPU times a dozen tilings around the table's for
+each kernel, on tensors of its own, and keeps the fastest; compiling them takes a minute or two. The
+choice is written to a file in the user's cache directory and taken from there by every later
+process; deleting the file starts anew. Of several ranks on a machine one searches and the others
+wait for it, so that all use the same. Lengths are told apart by the next power of two: what is best
+hardly changes within.
 """
 
+import contextlib
+import dataclasses
+import fcntl
 import functools
-import json
 import logging
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import msgspec
 import torch
 import triton
+from triton.errors import TritonError
 
 from paceline.core.specs import DType
 from paceline.kernels.attention_layout import empty_like_heads
-from paceline.kernels.attention_tilings import Tiling, Tilings, choose_tilings
+from paceline.kernels.attention_tilings import SMALLEST_BLOCK, Tiling, Tilings, choose_tilings
 from paceline.kernels.attention_triton import (
     Launch,
     architecture_of,
@@ -30,7 +35,6 @@ from paceline.kernels.attention_triton import (
 )
 
 _LOGGER = logging.getLogger(__name__)
-_SMALLEST_BLOCK = 16
 _MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
 
 Measure = Callable[[Launch], float]
@@ -75,13 +79,17 @@ def _tuned(
         f"{num_queries} x {num_keys}, heads {num_heads}/{num_kv_heads}, "
         f"{'causal' if causal else 'full'}"
     )
-    found = _read_cache().get(kind)
-    if found is not None:
-        return Tilings(*(Tiling(*numbers) for numbers in found))
-    query = torch.randn(num_sequences, num_heads, num_queries, head_dim, device=device).to(dtype)
-    key = torch.randn(num_sequences, num_kv_heads, num_keys, head_dim, device=device).to(dtype)
-    tilings = search(query, key, causal=causal, measure=_time_on_gpu)
-    _write_cache(kind, tilings)
+    with _one_at_a_time():
+        found = _read_cache().get(kind)
+        if found is not None:
+            return found
+        size = (num_sequences, num_heads, num_queries, head_dim)
+        query = torch.randn(size, device=device).to(dtype)
+        key = torch.randn(num_sequences, num_kv_heads, num_keys, head_dim, device=device).to(dtype)
+        # Kernels are launched on the current device, which may be another.
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            tilings = search(query, key, causal=causal, measure=_time_on_gpu)
+        _write_cache(kind, tilings)
     _LOGGER.info("attention tilings for %s: %s", kind, tilings)
     return tilings
 
@@ -96,20 +104,22 @@ def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Mea
             for tiling in candidates(getattr(best, name))
             if (seconds := _try(query, key, best._replace(**{name: tiling}), name, causal, measure))
         }
-        best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
+        if times:  # Else the table's stays.
+            best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
     return best
 
 
 def candidates(start: Tiling) -> Iterator[Tiling]:
-    """Yields a tiling and its neighbours: other warps and stages, sides halved and doubled."""
+    """Yields a tiling and its neighbours: other warps or stages, a side halved or doubled."""
     for queries_factor, keys_factor in ((1, 1), (0.5, 1), (1, 0.5), (2, 1), (1, 2)):
         block_queries = int(start.block_queries * queries_factor)
         block_keys = int(start.block_keys * keys_factor)
-        if min(block_queries, block_keys) < _SMALLEST_BLOCK:
-            continue
-        for num_warps in (4, 8):
-            for num_stages in (1, 2, 3):
-                yield Tiling(block_queries, block_keys, num_warps, num_stages)
+        if min(block_queries, block_keys) >= SMALLEST_BLOCK:
+            for num_warps in (4, 8):
+                yield Tiling(block_queries, block_keys, num_warps, start.num_stages)
+    for num_stages in (1, 2, 3):
+        if num_stages != start.num_stages:
+            yield dataclasses.replace(start, num_stages=num_stages)
 
 
 def _try(
@@ -122,8 +132,10 @@ def _try(
 ) -> float | None:
     try:
         return measure(_launch(query, key, tilings, name, causal))
-    except triton.runtime.errors.OutOfResources:
-        return None  # Too large for this GPU, which only the compiler knows.
+    except (TritonError, RuntimeError) as error:
+        # Too large for this GPU or its compiler, which only trying tells.
+        _LOGGER.debug("%s is left out: %s", tilings, error)
+        return None
 
 
 def _launch(
@@ -137,7 +149,7 @@ def _launch(
     _, of_key_and_value, of_query = backward_launches(
         query, None, query, key, key, output, lse, *gradients, tilings=tilings, **options
     )
-    return of_key_and_value if name == "dkdv" else of_query
+    return of_key_and_value if name == "key_value_gradient" else of_query
 
 
 def _time_on_gpu(launch: Launch) -> float:
@@ -146,12 +158,27 @@ def _time_on_gpu(launch: Launch) -> float:
     return float(do_bench(launch.run, return_mode="median"))
 
 
-def _read_cache() -> dict[str, list[list[int]]]:
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keeps other processes of this user from searching at the same time."""
+    path = cache_path().with_suffix(".lock")
     try:
-        return cast(dict[str, list[list[int]]], json.loads(cache_path().read_text()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError:
+        yield  # Where nothing can be written, nothing is shared either.
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read_cache() -> dict[str, Tilings]:
+    try:
+        return msgspec.json.decode(cache_path().read_bytes(), type=dict[str, Tilings])
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         _LOGGER.warning("%s cannot be read and is not used: %s", cache_path(), error)
         return {}
 
@@ -159,15 +186,10 @@ def _read_cache() -> dict[str, list[list[int]]]:
 def _write_cache(kind: str, tilings: Tilings) -> None:
     """Adds a choice; the file is replaced as a whole, so that no reader sees half of it."""
     path = cache_path()
-    numbers = [
-        [tiling.block_queries, tiling.block_keys, tiling.num_warps, tiling.num_stages]
-        for tiling in tilings
-    ]
+    part = path.with_suffix(".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_read_cache() | {kind: numbers}, file, indent=1)
-        pathlib.Path(file.name).replace(path)
+        part.write_bytes(msgspec.json.encode(_read_cache() | {kind: tilings}))
+        part.replace(path)
     except OSError as error:
         _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
 
@@ -177,4 +199,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _power_of_two(length: int) -> int:
-    return max(_SMALLEST_BLOCK, 1 << (length - 1).bit_length())
+    return max(SMALLEST_BLOCK, 1 << (length - 1).bit_length())

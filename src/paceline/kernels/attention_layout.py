@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from paceline.core.specs import require_choice
+
 CausalAlign = Literal["top_left", "bottom_right"]
 
 
@@ -23,6 +25,7 @@ def causal_diagonal(
     num_queries: int, num_keys: int, *, causal: bool, align: CausalAlign
 ) -> int | None:
     """Returns the mask's diagonal: the first query sees the first key, or the last the last."""
+    require_choice("attention", "causal_align", align, CausalAlign)
     if not causal:
         return None
     return 0 if align == "top_left" else num_keys - num_queries

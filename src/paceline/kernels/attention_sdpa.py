@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.attention_layout import empty_like_heads, empty_lse, empty_output
-from paceline.kernels.attention_tiled import tiled_backward
+from paceline.kernels.attention_tiled import tiled_backward, tiled_forward
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -45,6 +45,8 @@ def sdpa_forward(
     query: Tensor, key: Tensor, value: Tensor, *, diagonal: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the output and the logarithm of each query's sum of exponentials."""
+    if scale <= 0:
+        return _tiled_instead(query, key, value, diagonal, scale)
     query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
     pieces = plan_pieces(query.shape[2], key.shape[2], diagonal)
     results = [
@@ -81,7 +83,7 @@ def sdpa_backward(
 
     The kernel knows no gradient of the logarithms: with one, the tiles of PyTorch compute it.
     """
-    if lse_gradient is not None:
+    if lse_gradient is not None or scale <= 0:
         return tiled_backward(
             *(output_gradient, lse_gradient, query, key, value, output, lse),
             diagonal=diagonal,
@@ -121,6 +123,14 @@ def _piece_gradients(
         scale=scale,
     )
     return gradients
+
+
+def _tiled_instead(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes what the kernel cannot: it multiplies -inf, its mask, with the scale."""
+    output, lse = tiled_forward(query, key, value, diagonal=diagonal, scale=scale)
+    return output, empty_lse(query, "sdpa").copy_(lse)
 
 
 def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

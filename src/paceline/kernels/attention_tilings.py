@@ -11,7 +11,7 @@ from paceline.core.errors import HardwareError
 from paceline.core.specs import DType, bytes_per_element
 
 LARGEST_HEAD_DIM = 256
-_SMALLEST_BLOCK = 16  # of a side of a product on tensor cores
+SMALLEST_BLOCK = 16  # of a side of a product on tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Tilings(NamedTuple):
     """The tilings of the kernels of one attention."""
 
     forward: Tiling
-    dkdv: Tiling
+    key_value_gradient: Tiling
     """Of the kernel that computes the gradients of keys and values."""
-    dq: Tiling
+    query_gradient: Tiling
     """Of the kernel that computes the gradient of queries."""
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Returns the width of a tile: the next power of two that tensor cores can multiply."""
-    return max(_SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length())
+    return max(SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length())
 
 
 def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:
@@ -82,7 +82,7 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
         256: Tilings(Tiling(32, 16, 8, 2), Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),
     },
     ("sm86", 2): {
-        64: Tilings(Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        64: Tilings(Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
         128: Tilings(Tiling(64, 64, 4, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
         256: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),
     },

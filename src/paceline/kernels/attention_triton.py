@@ -214,30 +214,30 @@ def backward_launches(
         num_warps=_DELTA_TILING.num_warps,
         num_stages=_DELTA_TILING.num_stages,
     )
-    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.dkdv)
+    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.key_value_gradient)
     of_key_and_value = Launch(
         kernel=attention_key_value_gradient_kernel,
-        num_programs=_num_tiles(key, tilings.dkdv.block_keys),
+        num_programs=_num_tiles(key, tilings.key_value_gradient.block_keys),
         arguments=arguments
         | from_above
         | _strided("key_gradient", key_gradient)
         | _strided("value_gradient", value_gradient)
         | {"scale": float(scale)},
-        constants=constants,
-        num_warps=tilings.dkdv.num_warps,
-        num_stages=tilings.dkdv.num_stages,
+        constants=constants | {"IS_GROUPED": query.shape[1] != key.shape[1]},
+        num_warps=tilings.key_value_gradient.num_warps,
+        num_stages=tilings.key_value_gradient.num_stages,
     )
-    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.dq)
+    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.query_gradient)
     of_query = Launch(
         kernel=attention_query_gradient_kernel,
-        num_programs=_num_tiles(query, tilings.dq.block_queries),
+        num_programs=_num_tiles(query, tilings.query_gradient.block_queries),
         arguments=arguments
         | from_above
         | _strided("query_gradient", query_gradient)
         | {"scale": float(scale)},
         constants=constants,
-        num_warps=tilings.dq.num_warps,
-        num_stages=tilings.dq.num_stages,
+        num_warps=tilings.query_gradient.num_warps,
+        num_stages=tilings.query_gradient.num_stages,
     )
     return of_delta, of_key_and_value, of_query
 
@@ -310,8 +310,9 @@ def _input_precision(dtype: torch.dtype) -> str:
 
     AMD's GPUs have no tf32 that Triton supports everywhere.
     """
-    rounded = torch.get_float32_matmul_precision() != "highest" and torch.version.hip is None
-    return "tf32" if rounded and dtype == torch.float32 else "ieee"
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _require_supported(query: Tensor) -> None:

@@ -74,28 +74,48 @@ def attention_delta_kernel(
 @triton.jit
 def _gather_from_queries(
     key_gradient, value_gradient, key, value, first_key,
-    query_matrix, query_row_stride, query_dim_stride,
-    output_gradient_matrix, output_gradient_row_stride, output_gradient_dim_stride,
-    lse, delta, begin, end, scale_log2, num_queries, diagonal, head_dim,
+    query_matrix, query_head_stride, query_row_stride, query_dim_stride,
+    output_gradient_matrix, output_gradient_head_stride,
+    output_gradient_row_stride, output_gradient_dim_stride,
+    lse, delta, begin, end, group, scale_log2, num_queries, diagonal, head_dim,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_HEAD_DIM: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, IS_GROUPED: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the query tiles from begin to end contribute to a key tile's gradients.
+
+    The tiles of all heads that share the keys are one loop: nested in another over the heads it
+    would need more registers than there are.
 
     Scores are laid out keys by queries, so that no product needs them transposed. Keys that do
     not exist are not masked: what they gather goes to rows that are never stored. Queries that do
     not exist have an infinite logarithm, hence weights of zero.
     """
     keys = first_key + tl.arange(0, BLOCK_KEYS)
-    for tile in range(begin, end):
+    num_tiles = tl.maximum(end - begin, 0)
+    num_steps = num_tiles
+    if IS_GROUPED:
+        num_steps *= group
+    for step in range(num_steps):
+        tile = begin + step
+        query_head = query_matrix
+        output_gradient_head = output_gradient_matrix
+        head_lse = lse
+        head_delta = delta
+        if IS_GROUPED:
+            tile = begin + step % num_tiles
+            member = (step // num_tiles).to(tl.int64)
+            query_head += member * query_head_stride
+            output_gradient_head += member * output_gradient_head_stride
+            head_lse += member * num_queries
+            head_delta += member * num_queries
         start = tile * BLOCK_QUERIES
         query = load_tile(
-            *(query_matrix, start, query_row_stride, query_dim_stride, num_queries, head_dim),
+            *(query_head, start, query_row_stride, query_dim_stride, num_queries, head_dim),
             *(BLOCK_QUERIES, BLOCK_HEAD_DIM, EVEN_QUERIES, EVEN_HEAD_DIM),
         )
         logarithm = load_row_values(
-            lse, start, num_queries, float("inf"), BLOCK_QUERIES, EVEN_QUERIES
+            head_lse, start, num_queries, float("inf"), BLOCK_QUERIES, EVEN_QUERIES
         )
         scores = tl.dot(key, tl.trans(query), input_precision=INPUT_PRECISION)
         weights = tl.exp2(tl.fma(scores, scale_log2, -(logarithm * LOG2_E)[None, :]))
@@ -104,7 +124,7 @@ def _gather_from_queries(
             visible = visible_pairs(queries[None, :], keys[:, None], 0, diagonal, True, True)
             weights = tl.where(visible, weights, 0.0)
         output_gradient = load_tile(
-            *(output_gradient_matrix, start),
+            *(output_gradient_head, start),
             *(output_gradient_row_stride, output_gradient_dim_stride, num_queries, head_dim),
             *(BLOCK_QUERIES, BLOCK_HEAD_DIM, EVEN_QUERIES, EVEN_HEAD_DIM),
         )
@@ -114,7 +134,9 @@ def _gather_from_queries(
             value_gradient,
             input_precision=INPUT_PRECISION,
         )
-        row_delta = load_row_values(delta, start, num_queries, 0.0, BLOCK_QUERIES, EVEN_QUERIES)
+        row_delta = load_row_values(
+            head_delta, start, num_queries, 0.0, BLOCK_QUERIES, EVEN_QUERIES
+        )
         weight_gradient = tl.dot(value, tl.trans(output_gradient), input_precision=INPUT_PRECISION)
         score_gradient = weights * (weight_gradient - row_delta[None, :])
         key_gradient = tl.dot(
@@ -141,7 +163,7 @@ def attention_key_value_gradient_kernel(
     scale, scale_log2, num_queries, num_keys, diagonal, num_heads, group, head_dim,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    EVEN_HEAD_DIM: tl.constexpr, IS_GROUPED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values, from all heads that share it."""
     # The first keys are seen by most queries: here the heaviest tiles start first by themselves.
@@ -170,34 +192,33 @@ def attention_key_value_gradient_kernel(
     masked_begin, unmasked_begin, unmasked_end = query_stages(
         first_key, num_queries, num_keys, diagonal, BLOCK_QUERIES, BLOCK_KEYS, IS_CAUSAL
     )
-    for member in range(group):
-        head = key_head * group + member
-        query_head = query + batch * query_batch_stride + head * query_head_stride
-        gradient_head = (
-            output_gradient
-            + batch * output_gradient_batch_stride
-            + head * output_gradient_head_stride
-        )
-        row_offset = (batch * num_heads + head) * num_queries
-        if IS_CAUSAL:
-            of_key, of_value = _gather_from_queries(
-                *(of_key, of_value, key_tile, value_tile, first_key),
-                *(query_head, query_row_stride, query_dim_stride),
-                *(gradient_head, output_gradient_row_stride, output_gradient_dim_stride),
-                *(lse + row_offset, delta + row_offset, masked_begin, unmasked_begin),
-                *(scale_log2, num_queries, diagonal, head_dim),
-                *(BLOCK_QUERIES, BLOCK_KEYS, BLOCK_HEAD_DIM),
-                *(True, EVEN_QUERIES, EVEN_HEAD_DIM, INPUT_PRECISION),
-            )
+    first_head = key_head * group
+    query += batch * query_batch_stride + first_head * query_head_stride
+    output_gradient += (
+        batch * output_gradient_batch_stride + first_head * output_gradient_head_stride
+    )
+    row_offset = (batch * num_heads + first_head) * num_queries
+    if IS_CAUSAL:
         of_key, of_value = _gather_from_queries(
             *(of_key, of_value, key_tile, value_tile, first_key),
-            *(query_head, query_row_stride, query_dim_stride),
-            *(gradient_head, output_gradient_row_stride, output_gradient_dim_stride),
-            *(lse + row_offset, delta + row_offset, unmasked_begin, unmasked_end),
+            *(query, query_head_stride, query_row_stride, query_dim_stride),
+            *(output_gradient, output_gradient_head_stride),
+            *(output_gradient_row_stride, output_gradient_dim_stride),
+            *(lse + row_offset, delta + row_offset, masked_begin, unmasked_begin, group),
             *(scale_log2, num_queries, diagonal, head_dim),
             *(BLOCK_QUERIES, BLOCK_KEYS, BLOCK_HEAD_DIM),
-            *(False, EVEN_QUERIES, EVEN_HEAD_DIM, INPUT_PRECISION),
+            *(True, IS_GROUPED, EVEN_QUERIES, EVEN_HEAD_DIM, INPUT_PRECISION),
         )
+    of_key, of_value = _gather_from_queries(
+        *(of_key, of_value, key_tile, value_tile, first_key),
+        *(query, query_head_stride, query_row_stride, query_dim_stride),
+        *(output_gradient, output_gradient_head_stride),
+        *(output_gradient_row_stride, output_gradient_dim_stride),
+        *(lse + row_offset, delta + row_offset, unmasked_begin, unmasked_end, group),
+        *(scale_log2, num_queries, diagonal, head_dim),
+        *(BLOCK_QUERIES, BLOCK_KEYS, BLOCK_HEAD_DIM),
+        *(False, IS_GROUPED, EVEN_QUERIES, EVEN_HEAD_DIM, INPUT_PRECISION),
+    )
     store_tile(
         *(key_gradient, of_key * scale, first_key),
         *(key_gradient_row_stride, key_gradient_dim_stride, num_keys, head_dim),

@@ -103,7 +103,7 @@ _KINDS: dict[str, Kind] = {
         Kind(
             name="kernel",
             join_key=(
-                *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths"),
+                *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths", "group"),
                 *("block_queries", "block_keys", "num_warps", "num_stages", "triton"),
             ),
         ),

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from paceline.accounting import (
     attention_flops,
-    attention_peak_bytes,
     attention_saved_bytes,
     minimum_attention_bytes,
+    tiled_attention_peak_bytes,
 )
 from paceline.accounting.attention import AttentionKind
 from paceline.core import BatchShape
@@ -60,10 +60,10 @@ def test_the_peak_of_tiles_by_hand() -> None:
     # 16,384 tokens of width 64 in float32: 8 vectors of 4 MiB, 64 KiB of logarithms, two tiles of
     # 4 MiB, three times 256 queries, three numbers for each, and a zero.
     expected = 8 * 4 * MIB + 16384 * 4 + 2 * 4 * MIB + 3 * 256 * 64 * 4 + 3 * 256 * 4 + 4
-    assert attention_peak_bytes("tiled", shape(1, 16384), 64, 4, causal=False) == expected
+    assert tiled_attention_peak_bytes(shape(1, 16384), 64, 4, causal=False) == expected
     # Narrow heads make a causal tile's mask the larger of the two.
-    narrow = attention_peak_bytes("tiled", shape(1, 16384), 8, 4, causal=True)
-    unmasked = attention_peak_bytes("tiled", shape(1, 16384), 8, 4, causal=False)
+    narrow = tiled_attention_peak_bytes(shape(1, 16384), 8, 4, causal=True)
+    unmasked = tiled_attention_peak_bytes(shape(1, 16384), 8, 4, causal=False)
     assert narrow - unmasked == 256 * 255 - 256 * 8 * 4 - 256 * 4
 
 
@@ -71,8 +71,8 @@ def test_the_peak_of_tiles_by_hand() -> None:
 def test_tiles_grow_by_the_same_for_every_token(batch: int, context: int, head_dim: int) -> None:
     for element_bytes in (2, 4):
         first, second, third = (
-            attention_peak_bytes(
-                "tiled", shape(batch, context + more), head_dim, element_bytes, causal=True
+            tiled_attention_peak_bytes(
+                shape(batch, context + more), head_dim, element_bytes, causal=True
             )
             for more in (0, 1, 2)
         )
@@ -103,5 +103,5 @@ def test_other_bounds_grow_with_the_tokens(
         for length in (context, 2 * context)
     )
     assert double == 2 * small
-    peak = attention_peak_bytes("tiled", shape(batch, context), 64, element_bytes, causal=False)
+    peak = tiled_attention_peak_bytes(shape(batch, context), 64, element_bytes, causal=False)
     assert small < peak

@@ -7,9 +7,9 @@ import torch
 
 from paceline.accounting import (
     attention_flops,
-    attention_peak_bytes,
     attention_saved_bytes,
     minimum_attention_bytes,
+    tiled_attention_peak_bytes,
 )
 from paceline.benchmarks.attention import (
     attention_case_fields,
@@ -95,9 +95,7 @@ def test_the_peak_of_tiles_is_known_to_the_byte(
     case = make_case(
         context, head_dim, batch=batch, dtype=dtype, causal=causal, implementation="tiled"
     )
-    expected = attention_peak_bytes(
-        "tiled", case.batch, head_dim, element_bytes(case), causal=causal
-    )
+    expected = tiled_attention_peak_bytes(case.batch, head_dim, element_bytes(case), causal=causal)
     assert AttentionRun(case, CPU).peak_bytes() == expected
 
 
@@ -116,7 +114,7 @@ def test_tiles_take_memory_in_proportion_to_the_tokens(dtype: str) -> None:
         saved.append(run.saved_bytes())
         measured.append(run.peak_bytes())
         expected.append(
-            attention_peak_bytes("tiled", case.batch, 32, element_bytes(case), causal=True)
+            tiled_attention_peak_bytes(case.batch, 32, element_bytes(case), causal=True)
         )
     assert slopes(LENGTHS, measured) == pytest.approx(slopes(LENGTHS, expected), rel=0.05)
     # From 4,096 on, when a tile has all its keys, what a token takes no longer changes.

@@ -1,13 +1,15 @@
 """Cases of attention, and its formula in float64 to compare them with."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels.attention_reference import attention_scores
+
+Layout = Literal["heads", "tokens", "dims", "sliced", "expanded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Case:
     num_keys: int = 5
     head_dim: int = 4
     diagonal: int | None = 0
-    transposed: bool = False
+    layout: Layout = "heads"
+    scale: float = 0.5
     magnitude: float = 1.0
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,8 +34,14 @@ class Case:
         def draw(heads: int, length: int) -> Tensor:
             size = (self.batch, heads, length, self.head_dim)
             tensor = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
-            if self.transposed:
-                tensor = tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            if self.layout == "tokens":  # as the model has it
+                return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+            if self.layout == "dims":
+                return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            if self.layout == "sliced":
+                return torch.cat((tensor, tensor), dim=2)[:, :, :length]
+            if self.layout == "expanded":
+                return tensor[:, :1].expand(size)
             return tensor
 
         query = draw(self.kv_heads * self.group, self.num_queries) * self.magnitude
@@ -50,7 +59,8 @@ def cases(draw: st.DrawFn, longest: int = 9) -> Case:
         num_keys=draw(st.integers(1, longest)),
         head_dim=draw(st.integers(1, 9)),
         diagonal=draw(st.none() | st.integers(-longest, longest)),
-        transposed=draw(st.booleans()),
+        layout=draw(st.sampled_from(get_args(Layout))),
+        scale=draw(st.sampled_from([0.5, -0.3, 0.0])),
         magnitude=draw(st.sampled_from([1.0, 1e4])),
     )
 

@@ -9,11 +9,12 @@ pytest.importorskip("triton")
 
 from paceline.kernels import attention_autotune
 from paceline.kernels.attention_autotune import cache_path, candidates, search, tuned_tilings
-from paceline.kernels.attention_tilings import Tiling
-from paceline.kernels.attention_triton import Launch, triton_forward
+from paceline.kernels.attention_tilings import Tiling, choose_tilings
+from paceline.kernels.attention_triton import Launch, architecture_of, triton_forward
 
-QUERY = torch.randn(1, 2, 40, 16)
-KEY = torch.randn(1, 1, 40, 16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+QUERY = torch.randn(1, 2, 40, 16, device=DEVICE)
+KEY = torch.randn(1, 1, 40, 16, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +25,20 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _seconds(launch: Launch) -> float:
     """Pretends that tiles of 32 x 16 by four warps are the fastest."""
-    size = abs(int(launch.constants["BLOCK_QUERIES"]) - 32)
-    size += abs(int(launch.constants["BLOCK_KEYS"]) - 16)
-    return 1.0 + size + launch.num_warps + launch.num_stages
+    blocks = (int(launch.constants[f"BLOCK_{side}"]) for side in ("QUERIES", "KEYS"))
+    return _pretended_seconds(Tiling(*blocks, launch.num_warps, launch.num_stages))
+
+
+def _pretended_seconds(tiling: Tiling) -> float:
+    size = abs(tiling.block_queries - 32) + abs(tiling.block_keys - 16)
+    return 1.0 + size + tiling.num_warps + tiling.num_stages
 
 
 def test_the_fastest_of_each_kernel_is_found() -> None:
+    starts = choose_tilings(architecture_of(QUERY.device), "float32", 16)
     tilings = search(QUERY, KEY, causal=True, measure=_seconds)
-    for tiling in tilings:
-        assert tiling.num_warps == 4
-        assert tiling.num_stages == 1
-        assert tiling.block_queries >= 16
+    for start, tiling in zip(starts, tilings, strict=True):
+        assert tiling == min(candidates(start), key=_pretended_seconds)
 
 
 def test_candidates_are_neighbours_that_tensor_cores_can_multiply() -> None:
@@ -48,6 +52,7 @@ def test_candidates_are_neighbours_that_tensor_cores_can_multiply() -> None:
         (32, 64),
         (16, 128),
     }
+    assert {tiling.num_stages for tiling in found} == {1, 2, 3}
 
 
 def test_what_does_not_fit_is_left_out() -> None:
@@ -58,8 +63,13 @@ def test_what_does_not_fit_is_left_out() -> None:
             raise OutOfResources(2, 1, "shared memory")
         return _seconds(launch)
 
+    def fail(_launch: Launch) -> float:
+        raise RuntimeError("PassManager::run failed")
+
     tilings = search(QUERY, KEY, causal=False, measure=measure)
     assert {tiling.num_warps for tiling in tilings} == {8}
+    table = choose_tilings(architecture_of(QUERY.device), "float32", 16)
+    assert search(QUERY, KEY, causal=False, measure=fail) == table
 
 
 def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,16 +88,16 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert tuned_tilings(QUERY, KEY, causal=True) == first
     assert num_measured == 0
     (kind,) = json.loads(cache_path().read_text())
-    assert kind.startswith("cpu, triton ")
     assert kind.endswith("head_dim 16, 64 x 64, heads 2/1, causal")
 
 
+@pytest.mark.parametrize("damage", ["{half a", "[]", '{"kind": [[16, 16, 4]]}'])
 def test_a_damaged_cache_is_told_and_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention_autotune, "_time_on_gpu", _seconds)
     cache_path().parent.mkdir(parents=True)
-    cache_path().write_text("{half a")
+    cache_path().write_text(damage)
     with caplog.at_level(logging.WARNING):
         tuned_tilings(QUERY, KEY, causal=True)
     assert "attention-tilings.json cannot be read" in caplog.text

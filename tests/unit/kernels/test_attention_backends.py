@@ -28,7 +28,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _assert_right(backend: str, case: Case, with_lse_gradient: bool) -> None:
     inputs = case.inputs()
-    scale = case.head_dim**-0.5
+    scale = case.scale
     output_gradient = torch.randn_like(inputs[0])
     lse_gradient = torch.randn(inputs[0].shape[:-1], dtype=torch.float64) * with_lse_gradient
     expected = expected_results(inputs, case.diagonal, scale, output_gradient, lse_gradient)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -10,8 +11,9 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ShapeError, UsageError
 from paceline.kernels import explain_backend, flash_attention, resolve_implementation
+from paceline.kernels.attention import AttentionBackend, _torch_attention
 from paceline.kernels.attention_op import attention_backward_op, attention_op
 from tests.unit.kernels.attention_cases import Case, expected_results
 
@@ -20,8 +22,8 @@ BACKENDS: tuple[Backend, ...] = ("sdpa", "tiled")
 CASES = [
     Case(batch=2, group=2, num_queries=5, num_keys=5, head_dim=2, diagonal=0),
     Case(num_queries=4, num_keys=7, head_dim=3, diagonal=None),
-    Case(kv_heads=2, num_queries=3, num_keys=7, diagonal=4, transposed=True),
-    Case(batch=2, num_queries=7, num_keys=4, diagonal=-3),
+    Case(kv_heads=2, num_queries=3, num_keys=7, diagonal=4, layout="dims"),
+    Case(batch=2, kv_heads=2, num_queries=7, num_keys=4, diagonal=-3, layout="tokens"),
 ]
 
 
@@ -37,10 +39,11 @@ def test_gradients_are_the_functions_own(backend: Backend, case: Case) -> None:
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 @pytest.mark.parametrize("case", CASES)
-def test_torch_finds_no_fault_with_the_operators(backend: Backend, case: Case) -> None:
-    inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float32)]
+def test_torch_finds_no_fault_with_the_operators(backend: str, case: Case) -> None:
+    _require(backend)
+    inputs = [tensor.to(_device(backend)).requires_grad_() for tensor in case.inputs(torch.float32)]
     options = (case.diagonal, 0.3, backend)
     torch.library.opcheck(attention_op, (*inputs, *options))
     with torch.no_grad():
@@ -52,14 +55,23 @@ def test_torch_finds_no_fault_with_the_operators(backend: Backend, case: Case) -
         )
 
 
+def _require(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+
+
+def _device(backend: str) -> str:
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
 def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 def test_a_compiled_graph_is_whole_and_takes_any_length(
-    backend: Backend, align: Literal["top_left", "bottom_right"]
+    backend: AttentionBackend, align: Literal["top_left", "bottom_right"]
 ) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mixed = flash_attention(
@@ -67,12 +79,13 @@ def test_a_compiled_graph_is_whole_and_takes_any_length(
         )
         return mixed.transpose(1, 2).flatten(2)
 
+    _require(backend)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
     for num_queries, num_keys in ((8, 12), (11, 17), (20, 23), (33, 40)):
-        case = Case(2, 2, 2, num_queries, num_keys, 16)
-        inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float32)]
+        drawn = Case(2, 2, 2, num_queries, num_keys, 16).inputs(torch.float32)
+        inputs = [tensor.to(_device(backend)).requires_grad_() for tensor in drawn]
         results, expected = compiled(*inputs), attend(*inputs)
         torch.testing.assert_close(results, expected)
         torch.testing.assert_close(
@@ -97,6 +110,22 @@ def test_autocast_lowers_the_format(dtype: torch.dtype, compiled: bool) -> None:
     assert {tensor.grad.dtype for tensor in inputs if tensor.grad is not None} == {torch.float32}
     lowered = flash_attention(*(tensor.to(dtype) for tensor in inputs), causal=True)
     torch.testing.assert_close(output, lowered, atol=0, rtol=0)
+
+
+def test_autocast_reaches_the_triton_kernels() -> None:
+    pytest.importorskip("triton")
+    from tests.unit.kernels.interpreter import DEVICE
+
+    drawn = Case(num_queries=20, num_keys=20, head_dim=16).inputs(torch.float32)
+    inputs = [tensor.to(DEVICE).requires_grad_() for tensor in drawn]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        output = flash_attention(*inputs, causal=True, backend="triton")
+    assert output.dtype == torch.bfloat16
+    expected = flash_attention(*inputs, causal=True, backend="tiled")
+    torch.testing.assert_close(output.float(), expected, atol=0.02, rtol=0.02)
+    output.sum().backward()
+    assert inputs[0].grad is not None
+    assert inputs[0].grad.dtype == torch.float32
 
 
 def test_it_is_torchs_own_attention_on_a_cpu() -> None:
@@ -132,15 +161,17 @@ def test_generation_with_a_cache_aligns_the_last_query_with_the_last_key() -> No
         torch.testing.assert_close(last, whole[:, :, first:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 @pytest.mark.parametrize(
     ("batch", "num_queries", "num_keys"), [(0, 3, 3), (1, 0, 3), (1, 3, 0), (1, 0, 0)]
 )
 def test_empty_inputs_have_empty_or_zero_results(
-    backend: Backend, batch: int, num_queries: int, num_keys: int
+    backend: AttentionBackend, batch: int, num_queries: int, num_keys: int
 ) -> None:
-    query = torch.randn(batch, 2, num_queries, 4, requires_grad=True)
-    key, value = (torch.randn(batch, 2, num_keys, 4, requires_grad=True) for _ in range(2))
+    _require(backend)
+    options: dict[str, Any] = {"device": _device(backend), "requires_grad": True}
+    query = torch.randn(batch, 2, num_queries, 4, **options)
+    key, value = (torch.randn(batch, 2, num_keys, 4, **options) for _ in range(2))
     output, lse = flash_attention(query, key, value, causal=True, return_lse=True, backend=backend)
     assert output.shape == query.shape
     assert not output.any()
@@ -165,6 +196,8 @@ def test_what_is_chosen_is_explained() -> None:
     assert explain_backend("cuda").backend == "triton"
     assert "mps" in explain_backend("mps").reason
     assert str(explain_backend("cuda", backend="tiled")) == "tiled: it was asked for"
+    assert explain_backend("cuda", dtype=torch.float64).reason.endswith("compute in float64")
+    assert "up to 256 numbers, these have 300" in explain_backend("cuda", head_dim=300).reason
     assert [resolve_implementation(name, "cpu") for name in ("auto", "naive", "tiled")] == [
         "sdpa",
         "naive",
@@ -185,12 +218,13 @@ def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> li
         (_tensors((1, 3, 3, 4), *[(1, 2, 3, 4)] * 2), "multiple of the key's"),
         (
             _tensors(*[(1, 2, 3, 4)] * 3, dtype=torch.int64),
-            r"the format must be one of .* got query \(1, 2, 3, 4\) torch\.int64",
+            r"the formats must be of .* got query \(1, 2, 3, 4\) torch\.int64",
         ),
         (
             [*_tensors((1, 2, 3, 4)), *_tensors(*[(1, 2, 3, 4)] * 2, dtype=torch.float64)],
             r"one format.*autocast, got .*key \(1, 2, 3, 4\) torch\.float64",
         ),
+        (_tensors(*[(1, 2, 3, 0)] * 3), "head_dim must be at least 1"),
         (
             [*_tensors(*[(1, 2, 3, 4)] * 2), torch.zeros(1, 2, 3, 4, device="meta")],
             r"one device.*value .* on meta",
@@ -202,6 +236,12 @@ def test_inputs_that_do_not_fit_are_named(inputs: list[Tensor], message: str) ->
         flash_attention(*inputs, causal=True)
 
 
+def test_autocast_does_not_make_one_format_of_float64() -> None:
+    query, key, value = Case().inputs()
+    with torch.autocast("cpu"), pytest.raises(UsageError, match="must have one format"):
+        flash_attention(query.float(), key, value, causal=True)
+
+
 def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     for dtype, head_dim, message in (
@@ -211,10 +251,35 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = _tensors(*[(1, 2, 3, head_dim)] * 3, dtype=dtype)
         with pytest.raises(UsageError, match=message):
             flash_attention(*inputs, causal=True, backend="triton")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "paceline.kernels.attention_triton", None)
     inputs = _tensors(*[(1, 2, 3, 64)] * 3)
     with pytest.raises(UsageError, match=r"pip install 'paceline\[triton\]'"):
         flash_attention(*inputs, causal=True, backend="triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert "triton is not installed" in explain_backend("cuda").reason
+
+
+@pytest.mark.parametrize("option", [{"backend": "flash"}, {"causal_align": "upper_left"}])
+def test_a_mistyped_option_is_named(option: dict[str, Any]) -> None:
+    (name, value), *_ = option.items()
+    with pytest.raises(ShapeError, match=rf"attention\.{name} is '{value}'; it must be one of"):
+        flash_attention(*Case().inputs(), causal=True, **option)
+
+
+def test_shapes_are_told_without_numbers() -> None:
+    query = torch.empty(2, 4, 5, 8, device="meta")
+    key, value = torch.empty(2, 2, 2, 7, 8, device="meta")
+    assert flash_attention(query, key, value, causal=True).shape == query.shape
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 4), (4, 7), (5, 5)])
+def test_torchs_choice_on_other_devices_hides_and_zeroes_alike(
+    align: Literal["top_left", "bottom_right"], num_queries: int, num_keys: int
+) -> None:
+    inputs = Case(num_queries=num_queries, num_keys=num_keys, group=2).inputs()
+    chosen = _torch_attention(*inputs, True, None, align)
+    torch.testing.assert_close(chosen, flash_attention(*inputs, causal=True, causal_align=align))
 
 
 def test_no_tensor_of_all_scores_is_kept_for_backward() -> None:

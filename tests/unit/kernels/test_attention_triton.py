@@ -286,6 +286,21 @@ def test_backward_is_the_same_to_the_bit(tilings: Tilings) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs programs that run at the same time")
+def test_backward_of_many_tiles_is_the_same_to_the_bit() -> None:
+    inputs = [torch.randn(4, 16, 4096, 64, device=DEVICE).to(torch.bfloat16) for _ in range(4)]
+    query, key, value, output_gradient = inputs
+    options: dict[str, Any] = {"diagonal": 0, "scale": 0.125}
+    output, lse = triton_forward(query, key, value, **options)
+    first, second = (
+        triton_backward(output_gradient, None, query, key, value, output, lse, **options)
+        for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_arrives_for_a_blind_query_changes_nothing() -> None:
     case = Case(lengths=(20, 20), diagonal=-5)
     inputs, output_gradient, lse_gradient = _inputs(case)
