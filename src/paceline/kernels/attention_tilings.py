@@ -82,7 +82,7 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
         256: Tilings(Tiling(32, 16, 8, 2), Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),
     },
     ("sm86", 2): {
-        64: Tilings(Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        64: Tilings(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
         128: Tilings(Tiling(64, 64, 4, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)),
         256: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),
     },
