@@ -14,6 +14,8 @@ from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
+from paceline.reports.attention_scheme import plot_tiles
+from paceline.reports.attention_tables import implementations_table, kernels_table
 from paceline.reports.figures import save_figure
 from paceline.reports.plots import draw
 from paceline.reports.predictions import with_predictions
@@ -43,6 +45,7 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "step-precision": ("step-precision", "step", "time"),
     "step-context": ("step-context", "step", "time"),
     "attention-naive": ("attention-naive", "attention", "time"),
+    "attention-overhead": ("attention-overhead", "comparison", "time"),
     "harness-overhead": ("harness-overhead", "comparison", "time"),
     "communication-lab": ("communication-lab", "comm", "time"),
     "communication-lab-fit": ("communication-lab", "collective_fit", "time"),
@@ -73,6 +76,8 @@ PICTURE_SOURCES = {
     "precision": ("step-precision", "precision"),
     "attention-time": ("attention-naive", "attention-time"),
     "attention-memory": ("attention-naive", "attention-memory"),
+    "attention-flash-time": ("attention-flash", "attention-time"),
+    "attention-flash-memory": ("attention-flash", "attention-memory"),
     "communication-lab": ("communication-lab", "communication"),
     "communication-loopback": ("communication-loopback", "communication"),
     "ddp-2gbit": ("ddp-2gbit", "strategies"),
@@ -84,7 +89,11 @@ PICTURE_SOURCES = {
 }
 
 # Pictures that show how something works, from no record.
-SCHEMES = {"data-parallel-designs": plot_designs, "sharding-stages": plot_stages}
+SCHEMES = {
+    "attention-tiles": plot_tiles,
+    "data-parallel-designs": plot_designs,
+    "sharding-stages": plot_stages,
+}
 
 
 def read(name: str) -> list[Record]:
@@ -214,6 +223,8 @@ def tables() -> dict[str, str]:
     }
     profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
     others = {
+        "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
+        "kernels.md": render_markdown(kernels_table(read("kernels"))),
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),

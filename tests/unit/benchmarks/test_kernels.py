@@ -1,4 +1,5 @@
 import os
+import pathlib
 
 import pytest
 
@@ -6,9 +7,11 @@ from paceline.benchmarks.isolation import IsolatedRun
 from paceline.benchmarks.kernel_config import KernelCase, KernelSweep
 from paceline.benchmarks.kernels import KERNELS, _records, kernel_records
 from paceline.core.errors import UsageError
-from paceline.records import Record, find_kind
+from paceline.records import Record, RecordStore, find_kind
 
 pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 # One configuration of each compiler, of the widest head that must not spill. The ordinary run
 # compiles these; `paceline bench kernels` compiles all of them, into results/kernels.jsonl.
@@ -67,3 +70,10 @@ def test_a_compiler_that_fails_is_a_record() -> None:
 def test_heads_that_no_kernel_takes_are_refused() -> None:
     with pytest.raises(UsageError, match="--head-dim must be from 1 to 256"):
         KernelSweep(head_dim=(64, 512))
+
+
+def test_the_committed_report_is_sound() -> None:
+    records = RecordStore(ROOT / "results" / "kernels.jsonl").read()
+    assert len(records) == 5 * 2 * 2 * 2 * 2 * len(KERNELS) * 2  # on two versions of Triton
+    for record in records:
+        assert_sound(record)
