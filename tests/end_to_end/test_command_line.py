@@ -160,6 +160,20 @@ def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
     assert all(word in table for word in ("torch", "processor", "backends", "links"))
 
 
+def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
+    text = paceline("plan", "account", cwd=tmp_path).stdout
+    assert "3,517.6 GB = 3,276 GiB" in text
+    assert "B > 25,302 tokens, 395 per device" in text
+    lines = paceline("plan", "account", "--json", cwd=tmp_path).stdout.splitlines()
+    assert [json.loads(line)["question"][:3] for line in lines] == ["(a)", "(b)", "(c)", "(d)"]
+    memory = ["--model", "large", "--strategy", "sharded", "--device", "h100-sxm"]
+    (line,) = paceline("plan", "memory", *memory, "--json", cwd=tmp_path).stdout.splitlines()
+    assert json.loads(line)["values"]["fewest_ranks"] == 1
+    overhead = ["--size", "100MB", "--rate", "1GB", "--call-s", "0.001"]
+    (line,) = paceline("plan", "overhead", *overhead, "--json", cwd=tmp_path).stdout.splitlines()
+    assert json.loads(line)["values"]["overhead_s"] == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "complaint"),
     [
@@ -177,6 +191,9 @@ def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
         (["bench", "step", "--model", "xxl"], 2, "can be accounted for but not run"),
         (["bench", "comm", "--sizes", "10"], 2, "write it like 10MB"),
         (["lab", "run", "--rate", "fast", "--", "true"], 2, "write it like 2gbit"),
+        (["plan", "account", "--model", "small"], 2, "such as xxl"),
+        (["plan", "memory", "--device", "h100"], 2, "unknown hardware 'h100'"),
+        (["plan", "overhead", "--size", "1GB", "--rate", "1GB", "--call-s", "0"], 2, "--call-s"),
     ],
 )
 def test_mistakes_get_one_line_and_a_documented_exit_code(

@@ -1,0 +1,128 @@
+"""``paceline plan``: answers that need no run, with their working."""
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import tyro
+
+from paceline.cli.output import OutputOptions
+from paceline.core.errors import UsageError
+from paceline.core.hardware import find_device
+from paceline.core.presets import model_preset
+from paceline.core.specs import BatchShape
+from paceline.core.strategies import StrategyName
+from paceline.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.accounting.explanation import Explanation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccountCommand:
+    """Answer the courses' communication accounting, in both conventions."""
+
+    model: str = "xxl"
+    """A preset of plain feed-forward blocks."""
+    output: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverheadCommand:
+    """Say what communication adds to a data-parallel step, and the best size of buckets."""
+
+    size: str
+    """Bytes of all gradients, such as 135MB."""
+    rate: str
+    """Bytes per second that an all-reduce reaches (its algorithm bandwidth), such as 1GB."""
+    call_s: float
+    """Seconds that every call costs, whatever its size."""
+    backward_s: float | None = None
+    """Seconds of backward; by default as long as communication takes."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if not self.call_s > 0:
+            raise UsageError("--call-s must be positive")
+        if self.backward_s is not None and not self.backward_s > 0:
+            raise UsageError("--backward-s must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryCommand:
+    """Say what one rank holds in a training step, and how many devices that takes."""
+
+    model: str = "small"
+    """A preset."""
+    strategy: StrategyName = "torch_ddp"
+    """What keeps ranks equal, as in bench ddp."""
+    world_size: int = 2
+    """Ranks."""
+    batch: int = 4
+    """Sequences per rank."""
+    context: int = 128
+    """Tokens per sequence."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward."""
+    device: str | None = None
+    """A device of the hardware table whose memory it must fit."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise UsageError("--world-size must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Answer questions by arithmetic, before anything is run."""
+
+    question: (
+        Annotated[AccountCommand, tyro.conf.subcommand("account")]
+        | Annotated[OverheadCommand, tyro.conf.subcommand("overhead")]
+        | Annotated[MemoryCommand, tyro.conf.subcommand("memory")]
+    )
+
+
+def run(command: PlanCommand) -> int:
+    """Prints the working, or with --json one object per question."""
+    question = command.question
+    if isinstance(question, AccountCommand):
+        from paceline.accounting.course_accounting import account
+
+        _print(account(model_preset(question.model)), question.output)
+        return 0
+    if isinstance(question, MemoryCommand):
+        from paceline.accounting.memory_plan import explain_memory
+
+        explanation = explain_memory(
+            model_preset(question.model),
+            BatchShape(num_sequences=question.batch, context_length=question.context),
+            question.strategy,
+            question.world_size,
+            checkpointing=question.activation_checkpointing,
+            device=None if question.device is None else find_device(question.device),
+        )
+        _print([explanation], question.output)
+        return 0
+    from paceline.accounting.overhead import explain_overhead
+
+    explanation = explain_overhead(
+        total_bytes=parse_bytes(question.size),
+        bytes_per_s=parse_bytes(question.rate),
+        call_s=question.call_s,
+        backward_s=question.backward_s,
+    )
+    _print([explanation], question.output)
+    return 0
+
+
+def _print(explanations: "Sequence[Explanation]", output: OutputOptions) -> None:
+    if output.json:
+        for explanation in explanations:
+            sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
+    else:
+        sys.stdout.write("\n\n".join(explanation.render() for explanation in explanations) + "\n")
