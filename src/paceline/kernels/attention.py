@@ -6,6 +6,7 @@ A backend that was asked for and cannot is an error that says what to do.
 """
 
 import dataclasses
+import functools
 import importlib.util
 from typing import Literal, overload
 
@@ -72,6 +73,7 @@ def explain_backend(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache  # It is asked in every layer of every step.
 def _triton_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install 'paceline[triton]'"

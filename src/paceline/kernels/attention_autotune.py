@@ -83,9 +83,14 @@ def _tuned(
         found = _read_cache().get(kind)
         if found is not None:
             return found
-        size = (num_sequences, num_heads, num_queries, head_dim)
-        query = torch.randn(size, device=device).to(dtype)
-        key = torch.randn(num_sequences, num_kv_heads, num_keys, head_dim, device=device).to(dtype)
+        # Of its own, so that what a program draws afterwards does not depend on a search.
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(heads: int, length: int) -> torch.Tensor:
+            size = (num_sequences, heads, length, head_dim)
+            return torch.randn(size, device=device, generator=generator).to(dtype)
+
+        query, key = draw(num_heads, num_queries), draw(num_kv_heads, num_keys)
         # Kernels are launched on the current device, which may be another.
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             tilings = search(query, key, causal=causal, measure=_time_on_gpu)

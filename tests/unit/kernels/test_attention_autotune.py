@@ -81,7 +81,9 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
         return _seconds(launch)
 
     monkeypatch.setattr(attention_autotune, "_time_on_gpu", measure)
+    state = torch.get_rng_state()
     first = tuned_tilings(QUERY, KEY, causal=True)
+    assert torch.equal(torch.get_rng_state(), state)
     assert num_measured > 10
     num_measured = 0
     attention_autotune._tuned.cache_clear()  # as another process would begin

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.errors import ShapeError, UsageError
 from paceline.kernels import explain_backend, flash_attention, resolve_implementation
-from paceline.kernels.attention import AttentionBackend, _torch_attention
+from paceline.kernels.attention import AttentionBackend, _torch_attention, _triton_obstacle
 from paceline.kernels.attention_op import attention_backward_op, attention_op
 from tests.unit.kernels.attention_cases import Case, expected_results
 
@@ -256,7 +256,9 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"pip install 'paceline\[triton\]'"):
         flash_attention(*inputs, causal=True, backend="triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    _triton_obstacle.cache_clear()
     assert "triton is not installed" in explain_backend("cuda").reason
+    _triton_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize("option", [{"backend": "flash"}, {"causal_align": "upper_left"}])
