@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from paceline.core import ModelShape
@@ -32,6 +33,7 @@ def _warnings(rank: int, _world_size: int, compilation: str) -> list[str]:
     return [str(item.message) for item in caught if issubclass(item.category, OverlapWarning)]
 
 
+@pytest.mark.slow
 def test_a_whole_compiled_model_is_warned_of_once_with_the_remedy(rank_pool: Pools) -> None:
     for found in rank_pool(2).run(_warnings, "whole"):
         assert len(found) == 1

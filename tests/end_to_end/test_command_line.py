@@ -108,7 +108,9 @@ def test_bench_step_variants(tmp_path: pathlib.Path) -> None:
     assert all(record.outcome == "ok" for record in records)
 
 
-@pytest.mark.parametrize("flag", ["--compile", "--compile-blocks"])
+@pytest.mark.parametrize(
+    "flag", ["--compile", pytest.param("--compile-blocks", marks=pytest.mark.slow)]
+)
 def test_bench_step_compiled(tmp_path: pathlib.Path, flag: str) -> None:
     result = paceline(
         *("bench", "step", *FAST, "--warmup", "1", "--steps", "2", "--json", flag), cwd=tmp_path

@@ -28,9 +28,14 @@ def test_naive_equals_the_baseline() -> None:
     [
         ("benchmark_naive_ddp.py", ("--model", "transformer"), 75),
         ("benchmark_optimized_ddp.py", ("--mode", "flat"), 1),
-        ("benchmark_optimized_ddp.py", ("--mode", "individual"), 75),
+        pytest.param(
+            *("benchmark_optimized_ddp.py", ("--mode", "individual"), 75), marks=pytest.mark.slow
+        ),
         ("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-size-mb", "10"), None),
-        ("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-mb", "1000"), 11),
+        pytest.param(
+            *("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-mb", "1000"), 11),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_benchmarks_print_iteration_and_communication_time(
