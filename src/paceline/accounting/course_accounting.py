@@ -220,9 +220,7 @@ def _any_mesh(shape: ModelShape) -> Explanation:
         question="(d) A smaller batch, still compute-bound: choose X and Y again",
         assumptions=(
             "the split X = sqrt(B N M_X / (F M_Y)), not rounded to whole devices",
-            "pipeline stages and gathers in fewer bits lower it further",
-            "accumulating gradients does not, since every pass needs B tokens; nor does a longer "
-            "context, since B counts tokens",
+            "neither pipeline stages nor gathers in fewer bits, which would lower it further",
         ),
         steps=tuple(steps),
         values=values,

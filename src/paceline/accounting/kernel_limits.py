@@ -35,51 +35,28 @@ class Multiprocessor:
     """The most that one block may have."""
 
 
+def _nvidia(
+    device: str, *, max_warps: int, max_blocks: int, shared_kibibytes: int
+) -> Multiprocessor:
+    """Describes what all these generations have in common, and what tells them apart."""
+    return Multiprocessor(
+        device=device,
+        warp_size=32,
+        max_warps=max_warps,
+        max_blocks=max_blocks,
+        registers=65536,
+        registers_per_portion=256,
+        shared_bytes=shared_kibibytes * KIB,
+        reserved_bytes_per_block=KIB,
+        shared_bytes_per_block=(shared_kibibytes - 1) * KIB,
+    )
+
+
 _MULTIPROCESSORS: dict[str, Multiprocessor] = {
-    "sm80": Multiprocessor(
-        device="a100-sxm-80gb",
-        warp_size=32,
-        max_warps=64,
-        max_blocks=32,
-        registers=65536,
-        registers_per_portion=256,
-        shared_bytes=164 * KIB,
-        reserved_bytes_per_block=KIB,
-        shared_bytes_per_block=163 * KIB,
-    ),
-    "sm86": Multiprocessor(
-        device="rtx-3090",
-        warp_size=32,
-        max_warps=48,
-        max_blocks=16,
-        registers=65536,
-        registers_per_portion=256,
-        shared_bytes=100 * KIB,
-        reserved_bytes_per_block=KIB,
-        shared_bytes_per_block=99 * KIB,
-    ),
-    "sm90": Multiprocessor(
-        device="h100-sxm",
-        warp_size=32,
-        max_warps=64,
-        max_blocks=32,
-        registers=65536,
-        registers_per_portion=256,
-        shared_bytes=228 * KIB,
-        reserved_bytes_per_block=KIB,
-        shared_bytes_per_block=227 * KIB,
-    ),
-    "sm100": Multiprocessor(
-        device="b200-sxm",
-        warp_size=32,
-        max_warps=64,
-        max_blocks=32,
-        registers=65536,
-        registers_per_portion=256,
-        shared_bytes=228 * KIB,
-        reserved_bytes_per_block=KIB,
-        shared_bytes_per_block=227 * KIB,
-    ),
+    "sm80": _nvidia("a100-sxm-80gb", max_warps=64, max_blocks=32, shared_kibibytes=164),
+    "sm86": _nvidia("rtx-3090", max_warps=48, max_blocks=16, shared_kibibytes=100),
+    "sm90": _nvidia("h100-sxm", max_warps=64, max_blocks=32, shared_kibibytes=228),
+    "sm100": _nvidia("b200-sxm", max_warps=64, max_blocks=32, shared_kibibytes=228),
     # Four SIMD units, each with 512 registers for the 64 lanes of up to 8 wavefronts.
     "gfx942": Multiprocessor(
         device="mi300x",

@@ -17,21 +17,19 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import msgspec
 import torch
 import triton
 from triton.errors import TritonError
 
-from paceline.core.specs import DType
 from paceline.kernels.attention_layout import empty_like_heads
-from paceline.kernels.attention_tilings import SMALLEST_BLOCK, Tiling, Tilings, choose_tilings
+from paceline.kernels.attention_tilings import SMALLEST_BLOCK, Tiling, Tilings
 from paceline.kernels.attention_triton import (
     Launch,
-    architecture_of,
     backward_launches,
     forward_launch,
+    table_tilings,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -101,8 +99,7 @@ def _tuned(
 
 def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Measure) -> Tilings:
     """Times the candidates of each kernel in turn and returns the fastest."""
-    dtype = cast(DType, str(query.dtype).removeprefix("torch."))
-    best = choose_tilings(architecture_of(query.device), dtype, query.shape[3])
+    best = table_tilings(query)
     for name in Tilings._fields:
         times = {
             tiling: seconds

@@ -339,6 +339,11 @@ def _tilings_for(query: Tensor, key: Tensor, *, causal: bool) -> Tilings:
         from paceline.kernels.attention_autotune import tuned_tilings
 
         return tuned_tilings(query, key, causal=causal)
+    return table_tilings(query)
+
+
+def table_tilings(query: Tensor) -> Tilings:
+    """Returns what the static table has for such a tensor."""
     dtype = cast(DType, str(query.dtype).removeprefix("torch."))
     return choose_tilings(architecture_of(query.device), dtype, query.shape[-1])
 

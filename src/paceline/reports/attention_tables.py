@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from paceline.core.units import format_binary_bytes
+from paceline.core.units import KIB, format_binary_bytes
 from paceline.records import CaseValue, Record
 from paceline.reports.selection import case_number, describe_fields, split_fields
 from paceline.reports.tables import Table
@@ -106,7 +106,7 @@ def _kernel_cells(records: Sequence[Record]) -> tuple[str, ...]:
     return (
         _range(records, "registers", "{:.0f}"),
         _range(records, "spill_bytes", "{:.0f}"),
-        _range(records, "shared_bytes", "{:.0f}", scale=1 / 1024),
+        _range(records, "shared_bytes", "{:.0f}", scale=1 / KIB),
         _range(records, "matrix_instructions", "{:.0f}"),
         _range(records, "occupancy", "{:.0%}"),
         _range(records, "worst_intensity", "{:.0f}"),
