@@ -164,7 +164,7 @@ def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[
 
     target = GPUTarget(*_TARGETS[case.architecture])
     results: dict[str, dict[str, float]] = {}
-    for kernel, launch in zip(KERNELS, _launches(case), strict=True):
+    for kernel, launch in _launches(case).items():
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(launch.source(), target=target, options=options)
         results[kernel] = {
@@ -178,10 +178,9 @@ def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[
     return results
 
 
-def _launches(case: KernelCase) -> "tuple[Launch, ...]":
-    from paceline.kernels.attention_layout import empty_like_heads
+def _launches(case: KernelCase) -> "dict[str, Launch]":
     from paceline.kernels.attention_tilings import choose_tilings
-    from paceline.kernels.attention_triton import backward_launches, forward_launch
+    from paceline.kernels.attention_triton import launches_over
 
     length = WORK_LENGTH + (case.lengths == "ragged")
 
@@ -189,25 +188,13 @@ def _launches(case: KernelCase) -> "tuple[Launch, ...]":
         size = (1, count, length, case.head_dim)
         return torch.empty(size, dtype=TORCH_DTYPES[case.dtype], device="meta")
 
-    query, output, output_gradient = (heads(_NUM_KV_HEADS * case.group) for _ in range(3))
-    key, value = heads(_NUM_KV_HEADS), heads(_NUM_KV_HEADS)
-    lse = torch.empty(query.shape[:-1], device="meta")
-    gradients = [empty_like_heads(tensor) for tensor in (query, key, value)]
-    diagonal = 0 if case.mask == "causal" else None
-    tilings = choose_tilings(case.architecture, case.dtype, case.head_dim)
-    scale = case.head_dim**-0.5
-    return (
-        forward_launch(
-            query, key, value, output, lse, diagonal=diagonal, scale=scale, tiling=tilings.forward
-        ),
-        *backward_launches(
-            output_gradient,
-            None,
-            *(query, key, value, output, lse, *gradients),
-            diagonal=diagonal,
-            scale=scale,
-            tilings=tilings,
-        ),
+    return launches_over(
+        heads(_NUM_KV_HEADS * case.group),
+        heads(_NUM_KV_HEADS),
+        heads(_NUM_KV_HEADS),
+        diagonal=0 if case.mask == "causal" else None,
+        scale=case.head_dim**-0.5,
+        tilings=choose_tilings(case.architecture, case.dtype, case.head_dim),
     )
 
 

@@ -23,12 +23,10 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from paceline.kernels.attention_layout import empty_like_heads
 from paceline.kernels.attention_tilings import SMALLEST_BLOCK, Tiling, Tilings
 from paceline.kernels.attention_triton import (
     Launch,
-    backward_launches,
-    forward_launch,
+    launches_over,
     table_tilings,
 )
 
@@ -133,25 +131,17 @@ def _try(
     measure: Measure,
 ) -> float | None:
     try:
-        return measure(_launch(query, key, tilings, name, causal))
+        launches = launches_over(
+            *(query, key, key),
+            diagonal=0 if causal else None,
+            scale=query.shape[3] ** -0.5,
+            tilings=tilings,
+        )
+        return measure(launches[name])
     except (TritonError, RuntimeError) as error:
         # Too large for this GPU or its compiler, which only trying tells.
         _LOGGER.debug("%s is left out: %s", tilings, error)
         return None
-
-
-def _launch(
-    query: torch.Tensor, key: torch.Tensor, tilings: Tilings, name: str, causal: bool
-) -> Launch:
-    options = {"diagonal": 0 if causal else None, "scale": query.shape[3] ** -0.5}
-    output, lse = torch.empty_like(query), query.new_zeros(query.shape[:-1], dtype=torch.float32)
-    if name == "forward":
-        return forward_launch(query, key, key, output, lse, tiling=tilings.forward, **options)
-    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(key)
-    _, of_key_and_value, of_query = backward_launches(
-        query, None, query, key, key, output, lse, *gradients, tilings=tilings, **options
-    )
-    return of_key_and_value if name == "key_value_gradient" else of_query
 
 
 def _time_on_gpu(launch: Launch) -> float:

@@ -242,6 +242,38 @@ def backward_launches(
     return of_delta, of_key_and_value, of_query
 
 
+def launches_over(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    tilings: Tilings,
+) -> dict[str, Launch]:
+    """Describes every kernel's launch by its name, with results that nobody reads.
+
+    It is what compiling or timing a kernel takes; the queries stand in for the output's gradient.
+    """
+    output, lse = empty_output(query), empty_lse(query, "triton").zero_()
+    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+    forward = forward_launch(
+        query, key, value, output, lse, diagonal=diagonal, scale=scale, tiling=tilings.forward
+    )
+    of_delta, of_key_and_value, of_query = backward_launches(
+        *(query, None, query, key, value, output, lse, *gradients),
+        diagonal=diagonal,
+        scale=scale,
+        tilings=tilings,
+    )
+    return {
+        "forward": forward,
+        "delta": of_delta,
+        "key_value_gradient": of_key_and_value,
+        "query_gradient": of_query,
+    }
+
+
 def _shared(
     query: Tensor,
     key: Tensor,
