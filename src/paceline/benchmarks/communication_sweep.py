@@ -64,7 +64,7 @@ def _measure_all(sweep: CommunicationSweep, ranks: MeasuringRanks) -> Iterator[R
         yield _record("comm", fields, _metrics(case, times, ranks.world_size))
     for operation, by_size in samples.items():
         if len(by_size) > 1:
-            yield from _fit_records(operation, by_size, place)
+            yield from fit_records(operation, by_size, place)
 
 
 def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
@@ -79,9 +79,10 @@ def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -
     }
 
 
-def _fit_records(
+def fit_records(
     operation: Operation, samples: dict[int, list[float]], place: dict[str, CaseValue]
 ) -> Iterator[Record]:
+    """Yields latency and bandwidth of an operation, for each run of sizes that has its own."""
     fit = fit_collective(samples)
     largest = max(samples)
     world_size = int(str(place["world_size"]))

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 import paceline
-from paceline.cli import bench, environment, lab, plan, profile, report
+from paceline.cli import bench, calibrate, environment, lab, plan, profile, report
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = "Plan, run and explain the data-parallel training of language models."
@@ -23,6 +23,7 @@ Verb = (
     Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
     | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
+    | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
@@ -68,6 +69,8 @@ def _run(command: Verb) -> int:
             return bench.run(command)
         case profile.ProfileCommand():
             return profile.run(command)
+        case calibrate.CalibrateCommand():
+            return calibrate.run(command)
         case plan.PlanCommand():
             return plan.run(command)
         case lab.LabCommand():

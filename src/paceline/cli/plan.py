@@ -8,6 +8,7 @@ import msgspec
 import tyro
 
 from paceline.cli.output import OutputOptions
+from paceline.cli.plan_step import LedgerCommand, StepCommand, run_ledger, run_step
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
@@ -84,12 +85,18 @@ class PlanCommand:
         Annotated[AccountCommand, tyro.conf.subcommand("account")]
         | Annotated[OverheadCommand, tyro.conf.subcommand("overhead")]
         | Annotated[MemoryCommand, tyro.conf.subcommand("memory")]
+        | Annotated[StepCommand, tyro.conf.subcommand("step")]
+        | Annotated[LedgerCommand, tyro.conf.subcommand("ledger")]
     )
 
 
 def run(command: PlanCommand) -> int:
     """Prints the working, or with --json one object per question."""
     question = command.question
+    if isinstance(question, StepCommand):
+        return run_step(question)
+    if isinstance(question, LedgerCommand):
+        return run_ledger(question)
     if isinstance(question, AccountCommand):
         from paceline.accounting.course_accounting import account
 

@@ -2,31 +2,23 @@
 
 The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
 on every run and after every restart. Parameters are taken in reverse order, because backward
-reaches the last layers first. A bucket holds one dtype on one device; a parameter larger than the
-cap has a bucket of its own. Of each dtype and device, the first and the last bucket are small, and
-sizes grow by half from there up to the cap: at the beginning, so that communication starts early;
-towards the end, so that each bucket has gone when the next is ready, and only the last, which can
-start no sooner than backward ends, is left to wait for. With that growth each bucket has gone in
-time where backward takes at least 1.5 times as long as communication.
+reaches the last layers first. A bucket holds one dtype on one device; how sizes grow up to the cap
+and shrink again is `paceline.accounting.bucket_division`'s.
 
 A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
 has a gradient for it. Summed over the ranks with everything else, they tell without a further
 call whether any rank had one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.accounting.bucket_division import bucket_lengths
 from paceline.core.errors import PacelineError
-
-EDGE_BYTES = 2**20
-"""With so much, the first and the last bucket are full."""
-
-_GROWTH = 1.5
 
 _ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
 
@@ -93,40 +85,12 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
 
 def _divide(
     tensors: Sequence[TensorSpec], indices: list[int], itemsize: int, cap_bytes: float | None
-) -> list[list[int]]:
-    if cap_bytes is None:
-        return [indices]
+) -> Iterator[list[int]]:
     sizes = [aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
-    tail_lengths = _fill_groups(sizes[::-1], cap_bytes, stop_at_cap=True)
-    head_lengths = _fill_groups(sizes[: len(sizes) - sum(tail_lengths)], cap_bytes)
-    groups = []
     start = 0
-    for length in (*head_lengths, *reversed(tail_lengths)):
-        groups.append(indices[start : start + length])
+    for length in bucket_lengths(sizes, cap_bytes):
+        yield indices[start : start + length]
         start += length
-    return groups
-
-
-def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:
-    """Returns the lengths of groups that are full with half as much again as the one before.
-
-    None holds more than the cap, unless it holds a single tensor. With `stop_at_cap`, what would
-    come after the groups that are smaller than the cap is left.
-    """
-    lengths: list[int] = []
-    enough = min(EDGE_BYTES, cap_bytes)
-    length = num_bytes = 0
-    for index, size in enumerate(sizes):
-        length += 1
-        num_bytes += size
-        next_size = sizes[index + 1] if index + 1 < len(sizes) else 0
-        if num_bytes >= enough or num_bytes + next_size > cap_bytes:
-            lengths.append(length)
-            length = num_bytes = 0
-            enough = min(_GROWTH * enough, cap_bytes)
-            if stop_at_cap and enough == cap_bytes:
-                return lengths
-    return [*lengths, length] if length else lengths
 
 
 def place_tensors(

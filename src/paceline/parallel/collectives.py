@@ -29,3 +29,9 @@ def reduce_numbers(
     dist.all_reduce(tensor, operation, group=group)
     result: list[float] = tensor.tolist()
     return result
+
+
+def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """Returns each number's mean over all ranks, the same on all of them."""
+    totals = reduce_numbers(numbers, dist.ReduceOp.SUM, device)
+    return [total / dist.get_world_size() for total in totals]

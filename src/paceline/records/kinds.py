@@ -144,6 +144,17 @@ _KINDS: dict[str, Kind] = {
             name="collective_fit",
             join_key=("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE),
         ),
+        # What a machine reaches on one part of a training step, for predictions.
+        Kind(
+            name="calibration",
+            join_key=("quantity", *_GROUP, *_PLACE),
+            method=(
+                *("tokens", "inputs", "outputs"),
+                *("batch", "context", "num_heads", "num_kv_heads", "head_dim", "attention"),
+                *("operation", "size_bytes", "smallest_bytes", "largest_bytes"),
+                "float32_matmul_precision",
+            ),
+        ),
         Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
     )
 }

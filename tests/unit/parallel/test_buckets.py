@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.accounting.bucket_division import EDGE_BYTES
 from paceline.parallel.buckets import (
-    EDGE_BYTES,
     Bucket,
     TensorSpec,
     plan_buckets,

@@ -1,0 +1,68 @@
+"""How gradients are divided into messages: by our containers, and by torch's.
+
+Sizes are given in the order in which backward reaches the tensors, the last layers' first. Ours: a
+tensor larger than the cap has a bucket of its own; the first and the last buckets are small, and
+sizes grow by half from there up to the cap. At the beginning, so that communication starts early;
+towards the end, so that each bucket has gone when the next is ready, and only the last, which can
+start no sooner than backward ends, is left to wait for. With that growth each bucket has gone in
+time where backward takes at least 1.5 times as long as communication.
+
+torch's DistributedDataParallel ends its first bucket when it holds a mebibyte, and any other when
+it holds as much as the cap: a bucket may be larger than that by its last tensor.
+"""
+
+from collections.abc import Sequence
+
+EDGE_BYTES = 2**20
+"""With so much, the first and the last bucket are full."""
+
+_GROWTH = 1.5
+
+
+def bucket_lengths(sizes: Sequence[int], cap_bytes: float | None) -> list[int]:
+    """Returns how many tensors each bucket of ours holds, in the order of their launch.
+
+    Without a cap there is one bucket; a cap of zero makes one per tensor.
+    """
+    if cap_bytes is None:
+        return [len(sizes)]
+    tail = _fill_groups(sizes[::-1], cap_bytes, stop_at_cap=True)
+    head = _fill_groups(sizes[: len(sizes) - sum(tail)], cap_bytes)
+    return [*head, *reversed(tail)]
+
+
+def torch_bucket_lengths(sizes: Sequence[int], cap_bytes: float) -> list[int]:
+    """Returns how many tensors each bucket of torch's DistributedDataParallel holds."""
+    lengths: list[int] = []
+    length = num_bytes = 0
+    enough = float(EDGE_BYTES)
+    for size in sizes:
+        length += 1
+        num_bytes += size
+        if num_bytes >= enough:
+            lengths.append(length)
+            length = num_bytes = 0
+            enough = cap_bytes
+    return [*lengths, length] if length else lengths
+
+
+def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:
+    """Returns the lengths of groups that are full with half as much again as the one before.
+
+    None holds more than the cap, unless it holds a single tensor. With `stop_at_cap`, what would
+    come after the groups that are smaller than the cap is left.
+    """
+    lengths: list[int] = []
+    enough = min(EDGE_BYTES, cap_bytes)
+    length = num_bytes = 0
+    for index, size in enumerate(sizes):
+        length += 1
+        num_bytes += size
+        next_size = sizes[index + 1] if index + 1 < len(sizes) else 0
+        if num_bytes >= enough or num_bytes + next_size > cap_bytes:
+            lengths.append(length)
+            length = num_bytes = 0
+            enough = min(_GROWTH * enough, cap_bytes)
+            if stop_at_cap and enough == cap_bytes:
+                return lengths
+    return [*lengths, length] if length else lengths

@@ -1,0 +1,161 @@
+"""Predictions beside measurements: what the model of a step gets wrong, and by how much.
+
+A prediction is a sum of terms. Where measurements of other cases are at hand, each group of terms
+gets a factor: the least squares of the relative errors, drawn towards 1 as far as the cases do not
+say otherwise. The interval of a corrected prediction is as wide as the errors of the other cases:
+nine in ten of them were smaller.
+
+Every case is judged by factors and an interval that were found without it (leave one out).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+
+Array = npt.NDArray[np.float64]
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "multiplying": ("products_s", "attention_s"),
+    "elementwise": ("stream_s", "calls_s"),
+    "updating": ("handling_s", "optimizer_s"),
+    "contention": ("contention_s",),
+    "waiting": ("exposed_s",),
+}
+"""Terms that share a factor."""
+
+COVERAGE = 0.9
+_PRIOR_SPREAD = 0.5
+_ERROR_SPREAD = 0.08
+_LEAST_FACTOR = 0.1
+_FEWEST_CASES = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step that was predicted and measured."""
+
+    labels: Mapping[str, str]
+    """What tells it from others, by name."""
+    terms: Mapping[str, float]
+    """Seconds by term."""
+    measured_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What other cases teach about predictions."""
+
+    factors: Mapping[str, float]
+    """By group of terms."""
+    log_error: float
+    """Nine in ten of the errors, as logarithms of ratios, were smaller."""
+
+    def apply(self, terms: Mapping[str, float]) -> Estimate:
+        """Returns the corrected step time with its interval."""
+        value = float(_grouped(terms) @ np.array(list(self.factors.values())))
+        width = float(np.exp(self.log_error))
+        return Estimate(value=value, low=value / width, high=value * width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A case beside what was predicted of it by the others."""
+
+    case: Case
+    predicted: Estimate
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted.value / self.case.measured_s - 1
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the interval holds what was measured."""
+        assert self.predicted.low is not None
+        assert self.predicted.high is not None
+        return self.predicted.low <= self.case.measured_s <= self.predicted.high
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """All judgements in a few numbers."""
+
+    num_cases: int
+    median_error: float
+    """Of the absolute relative errors."""
+    ninetieth_error: float
+    coverage: float
+    """Share of cases inside of their interval."""
+    median_width: float
+    """Half of the interval, relative to the prediction."""
+
+
+def fit_correction(cases: Sequence[Case]) -> Correction:
+    """Learns factors from cases, and an interval from how each is predicted by the others."""
+    if len(cases) < _FEWEST_CASES:
+        raise UsageError(
+            f"{len(cases)} measured cases are too few to judge predictions by; "
+            f"measure at least {_FEWEST_CASES} beside the one that is predicted"
+        )
+    rows = np.stack([_grouped(case.terms) / case.measured_s for case in cases])
+    factors = _factors(rows)
+    # Each case without itself: the leverage of a row tells how much it pulled its own prediction.
+    precision = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2 * np.eye(rows.shape[1])
+    leverage = np.einsum("ij,jk,ik->i", rows, np.linalg.inv(rows.T @ rows + precision), rows)
+    residuals = (rows @ factors - 1) / (1 - leverage)
+    errors = np.sort(np.abs(np.log1p(np.clip(residuals, -0.9, None))))
+    # One more than the share itself: the case to come is one of them.
+    rank = min(len(errors) - 1, int(np.ceil(COVERAGE * (len(errors) + 1))) - 1)
+    return Correction(
+        factors=dict(zip(GROUPS, factors.tolist(), strict=True)), log_error=float(errors[rank])
+    )
+
+
+def leave_one_out(cases: Sequence[Case]) -> list[Judgement]:
+    """Judges every case by what all others teach."""
+    return [
+        judgement
+        for index, case in enumerate(cases)
+        for judgement in judge([case], [*cases[:index], *cases[index + 1 :]])
+    ]
+
+
+def judge(cases: Sequence[Case], others: Sequence[Case]) -> list[Judgement]:
+    """Judges cases by what others teach."""
+    correction = fit_correction(others)
+    return [Judgement(case=case, predicted=correction.apply(case.terms)) for case in cases]
+
+
+def summarize(judgements: Sequence[Judgement]) -> Verdict:
+    """Returns error and coverage over all judgements."""
+    errors = np.abs([judgement.error for judgement in judgements])
+    widths = [
+        ((judgement.predicted.high or 0.0) - (judgement.predicted.low or 0.0))
+        / (2 * judgement.predicted.value)
+        for judgement in judgements
+    ]
+    return Verdict(
+        num_cases=len(judgements),
+        median_error=float(np.median(errors)),
+        ninetieth_error=float(np.quantile(errors, 0.9)),
+        coverage=float(np.mean([judgement.is_covered for judgement in judgements])),
+        median_width=float(np.median(widths)),
+    )
+
+
+def _factors(rows: Array) -> Array:
+    """Fits one factor per column so that rows times factors is close to 1."""
+    weight = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2
+    matrix = rows.T @ rows + weight * np.eye(rows.shape[1])
+    target = rows.sum(axis=0) + weight
+    return np.clip(np.linalg.solve(matrix, target), _LEAST_FACTOR, None)
+
+
+def _grouped(terms: Mapping[str, float]) -> Array:
+    return np.array([sum(terms[term] for term in group) for group in GROUPS.values()])

@@ -1,0 +1,110 @@
+"""A predicted step as a record that joins its measurement, and a ledger of both."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from paceline.accounting.calibration import Calibration
+from paceline.accounting.ledger import Case, Correction
+from paceline.accounting.strategy_time import StepTerms, strategy_step_terms
+from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.core.units import format_decimal
+from paceline.records import CaseValue, Environment, Metric, Record, join_key
+from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS
+
+STEP = "step_time_s"
+_MEASURED = "ddp"
+_TERMS = tuple(field.name for field in dataclasses.fields(StepTerms))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictedCase:
+    """A step to predict."""
+
+    model: str
+    shape: ModelShape
+    batch: BatchShape
+    strategy: StrategyName
+    bucket_size_mb: float | None
+    """In MiB; None for strategies without buckets."""
+
+
+def predict_step(
+    case: PredictedCase,
+    calibration: Calibration,
+    environment: Environment,
+    correction: Correction | None = None,
+) -> Record:
+    """Predicts a step as a record: its time, with an interval if corrected, and all terms."""
+    terms = strategy_step_terms(
+        case.shape, case.batch, case.strategy, calibration, case.bucket_size_mb
+    )
+    step_time = Metric(value=terms.total_s)
+    seconds = dataclasses.asdict(terms)
+    if correction is not None:
+        step_time = Metric.from_estimate(correction.apply(seconds))
+    return Record(
+        kind=PREDICTION,
+        case={PREDICTS: _MEASURED, **_case_fields(case, calibration)},
+        environment=environment,
+        metrics={STEP: step_time, **{name: Metric(value=value) for name, value in seconds.items()}},
+        outcome="ok",
+    )
+
+
+def ledger_cases(records: Iterable[Record]) -> list[Case]:
+    """Joins predicted steps with their measurements; of repeated ones, the last counts."""
+    predicted: dict[tuple[CaseValue, ...], Record] = {}
+    measured: dict[tuple[CaseValue, ...], Record] = {}
+    for record in records:
+        if record.outcome != "ok" or record.measured_kind.name != _MEASURED:
+            continue
+        if record.kind != PREDICTION:
+            measured[join_key(record)] = record
+        elif all(term in record.metrics for term in _TERMS):
+            predicted[join_key(record)] = record
+    return [
+        Case(
+            labels=_labels(measured[key]),
+            terms={term: prediction.metrics[term].value for term in _TERMS},
+            measured_s=measured[key].metrics[STEP].value,
+        )
+        for key, prediction in predicted.items()
+        if key in measured
+    ]
+
+
+def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, CaseValue]:
+    shape = case.shape
+    return {
+        "strategy": case.strategy,
+        "bucket_size_mb": case.bucket_size_mb if case.strategy in BUCKET_STRATEGIES else None,
+        "model": case.model,
+        "vocab_size": shape.vocab_size,
+        "d_model": shape.d_model,
+        "d_ff": shape.d_ff,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "tied_embeddings": shape.tied_embeddings,
+        "batch": case.batch.num_sequences,
+        "context": case.batch.context_length,
+        "precision": "float32",
+        "float32_matmul_precision": calibration.float32_matmul_precision,
+        "compile": "none",
+        "activation_checkpointing": "none",
+        "attention": calibration.attention_implementation,
+        "optimizer": "adamw-fused",
+        **{field: value for field, value in calibration.place.items() if value is not None},
+    }
+
+
+def _labels(record: Record) -> dict[str, str]:
+    rate = record.case.get(LINK_RATE)
+    link = "loopback" if rate is None else format_decimal(float(str(rate)), "bit/s")
+    return {
+        **{field: str(record.case[field]) for field in ("model", "batch", "context", "strategy")},
+        "ranks": str(record.case["world_size"]),
+        "link": link,
+    }

@@ -1,0 +1,137 @@
+"""``paceline plan step`` and ``paceline plan ledger``: steps predicted, and laid beside runs."""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import tyro
+
+from paceline.cli.output import OutputOptions, print_record, stdout_console
+from paceline.core.errors import UsageError
+from paceline.core.presets import model_preset
+from paceline.core.specs import BatchShape
+from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+
+if TYPE_CHECKING:
+    from paceline.accounting.ledger import Case
+    from paceline.accounting.step_predictions import PredictedCase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCommand:
+    """Predict the time of a training step from a calibration of the machine."""
+
+    calibration: pathlib.Path
+    """Records of paceline calibrate; every place in them gets a prediction."""
+    model: tuple[str, ...] = ("bytes-34M",)
+    """Presets."""
+    strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
+    """Strategies of paceline bench ddp; a rank alone has only none."""
+    bucket_size_mb: float = 25.0
+    """Bucket size in MiB, for the strategies that have buckets."""
+    batch: tuple[int, ...] = (4,)
+    """Sequences per rank and step."""
+    context: int = 128
+    """Context length, in tokens."""
+    ledger: pathlib.Path | None = None
+    """Records of earlier predictions and their measurements, which correct this one and give it
+    an interval."""
+    store: pathlib.Path | None = None
+    """JSON Lines file to append the predictions to, so that measurements can be laid beside."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if not self.bucket_size_mb > 0:
+            raise UsageError("--bucket-size-mb must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerCommand:
+    """Lay predictions beside measurements: error and coverage, each case judged by the others."""
+
+    records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
+    """Files with predictions of paceline plan step and records of paceline bench ddp."""
+    judge: tuple[pathlib.Path, ...] = ()
+    """Files with further cases, which are judged by the others but do not count."""
+    figure: pathlib.Path | None = None
+    """Picture of all cases, as PNG, SVG or PDF."""
+    output: OutputOptions
+
+
+def run_step(command: StepCommand) -> int:
+    """Predicts every case at every calibrated place."""
+    from paceline.accounting.calibration_records import calibrations
+    from paceline.accounting.ledger import fit_correction
+    from paceline.accounting.step_predictions import predict_step
+    from paceline.records import RecordStore
+    from paceline.records.environment import capture_environment
+    from paceline.reports.tables import records_table, render_rich
+
+    places = calibrations(RecordStore(command.calibration).read())
+    if not places:
+        raise UsageError(f"{command.calibration}: no calibration in it; run paceline calibrate")
+    correction = None
+    if command.ledger is not None:
+        correction = fit_correction(_read_cases((command.ledger,)))
+    environment = capture_environment()
+    predictions = [
+        predict_step(case, place, environment, correction)
+        for place in places
+        for case in _cases(command, place.world_size)
+    ]
+    for prediction in predictions:
+        if command.store is not None:
+            RecordStore(command.store).append(prediction)
+        if command.output.json:
+            print_record(prediction)
+    if not command.output.json:
+        stdout_console().print(render_rich(records_table(predictions)))
+    return 0
+
+
+def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
+    from paceline.accounting.step_predictions import PredictedCase
+
+    strategies: tuple[StrategyName, ...] = command.strategies if world_size > 1 else ("none",)
+    for model, batch, strategy in itertools.product(command.model, command.batch, strategies):
+        yield PredictedCase(
+            model=model,
+            shape=model_preset(model),
+            batch=BatchShape(num_sequences=batch, context_length=command.context),
+            strategy=strategy,
+            bucket_size_mb=command.bucket_size_mb if strategy in BUCKET_STRATEGIES else None,
+        )
+
+
+def run_ledger(command: LedgerCommand) -> int:
+    """Judges every case by the others."""
+    from paceline.accounting.ledger import judge, leave_one_out, summarize
+    from paceline.reports.ledger_plots import plot_ledger
+    from paceline.reports.ledger_tables import ledger_table
+    from paceline.reports.tables import render_rich
+
+    cases = _read_cases(command.records)
+    judgements = leave_one_out(cases)
+    if command.judge:
+        judgements += judge(_read_cases(command.judge), cases)
+    if command.output.json:
+        for judgement in judgements:
+            sys.stdout.write(msgspec.json.encode(judgement).decode() + "\n")
+        verdict = summarize(judgements[: len(cases)])
+        sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
+    else:
+        stdout_console().print(render_rich(ledger_table(judgements, counted=len(cases))))
+    if command.figure is not None:
+        plot_ledger(judgements, counted=len(cases)).savefig(command.figure)
+    return 0
+
+
+def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[Case]":
+    from paceline.accounting.step_predictions import ledger_cases
+    from paceline.records import RecordStore
+
+    return ledger_cases(record for path in paths for record in RecordStore(path).read())

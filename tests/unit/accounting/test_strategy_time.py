@@ -1,0 +1,115 @@
+"""The prediction of a step: against arithmetic by hand, and what must hold for any numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.accounting import count_parameters
+from paceline.accounting.compute_time import compute_time
+from paceline.accounting.gradient_messages import gradient_messages
+from paceline.accounting.model_states import parameter_sizes
+from paceline.accounting.strategy_time import PREDICTED, StepTerms, strategy_step_terms
+from paceline.core import BatchShape, ModelShape, UsageError
+from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from tests.unit.accounting.calibration_cases import PRODUCT_S, make_calibration
+
+SHAPE = ModelShape(vocab_size=1000, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
+BATCH = BatchShape(num_sequences=4, context_length=128)
+NUM_PARAMETERS = count_parameters(SHAPE).total
+
+communicating = st.sampled_from([name for name in PREDICTED if name != "none"])
+
+
+def _terms(strategy: StrategyName, **calibration: float) -> StepTerms:
+    return strategy_step_terms(SHAPE, BATCH, strategy, make_calibration(**calibration))  # type: ignore[arg-type]
+
+
+def test_computing_is_the_sum_of_its_parts() -> None:
+    computing = compute_time(SHAPE, BATCH, make_calibration())
+    products = BATCH.tokens_per_pass * count_parameters(SHAPE).matmul
+    assert computing.total("products_s") == pytest.approx(3 * PRODUCT_S * products)
+    scores = 4 * BATCH.tokens_per_pass * 128 * 256
+    assert computing.total("attention_s") == pytest.approx(3 * PRODUCT_S * scores)
+    assert computing.arrivals_s()[0] == pytest.approx(computing.backward_s)
+    assert computing.arrivals_s()[-1] < computing.backward_s / 5
+
+
+@pytest.mark.parametrize("strategy", PREDICTED)
+def test_a_rank_alone_computes_and_updates(strategy: StrategyName) -> None:
+    calibration = make_calibration(world_size=1)
+    terms = strategy_step_terms(SHAPE, BATCH, strategy, calibration)
+    computing = compute_time(SHAPE, BATCH, calibration)
+    assert terms.total_s == pytest.approx(
+        computing.forward_s + computing.backward_s + 1.5e-9 * NUM_PARAMETERS
+    )
+
+
+def test_nothing_hides_a_flat_message() -> None:
+    terms = _terms("flat")
+    num_bytes = 4 * (NUM_PARAMETERS + len(parameter_sizes(SHAPE)))
+    assert terms.exposed_s == pytest.approx(1e-4 + num_bytes / 1e9)
+    assert terms.contention_s == 0
+
+
+def test_many_messages_pay_many_calls() -> None:
+    flat, naive = _terms("flat"), _terms("naive")
+    num_messages = len(parameter_sizes(SHAPE))
+    assert naive.exposed_s - flat.exposed_s == pytest.approx(1e-4 * (num_messages - 1))
+
+
+def test_a_fast_line_leaves_the_last_bucket() -> None:
+    terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e10)
+    last = gradient_messages("bucketed", parameter_sizes(SHAPE), None)[-1]
+    assert terms.exposed_s == pytest.approx(1e-4 + last.num_bytes / 1e10)
+
+
+def test_a_slow_line_is_busy_from_the_first_bucket_on() -> None:
+    terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e7)
+    messages = gradient_messages("bucketed", parameter_sizes(SHAPE), None)
+    sending = sum(1e-4 + message.num_bytes / 1e7 for message in messages)
+    computing = compute_time(SHAPE, BATCH, make_calibration())
+    backward_s = computing.backward_s + terms.handling_s
+    first = max(computing.arrivals_s()[place] for place in messages[0].parameters)
+    first *= backward_s / computing.backward_s
+    assert terms.exposed_s == pytest.approx(first + sending - backward_s)
+
+
+def test_computing_loses_to_every_byte_that_is_hidden() -> None:
+    terms = _terms("bucketed", lost_s_per_byte=1e-9, bytes_per_s=9e8, slowdown=1.0)
+    messages = gradient_messages("bucketed", parameter_sizes(SHAPE), None)
+    hidden = sum(message.num_bytes for message in messages[:-1])
+    everything = hidden + messages[-1].num_bytes
+    assert 1e-9 * hidden * 0.95 <= terms.contention_s <= 1e-9 * everything
+
+
+def test_computing_loses_no_more_than_by_waiting() -> None:
+    terms = _terms("bucketed", lost_s_per_byte=1.0)
+    assert terms.contention_s + terms.exposed_s <= 1.01 * _terms("naive").exposed_s
+
+
+def test_dividing_the_state_divides_the_update() -> None:
+    assert _terms("sharded").optimizer_s == pytest.approx(_terms("bucketed").optimizer_s / 2)
+
+
+@given(communicating, st.floats(1e6, 1e11), st.floats(1.0, 50.0))
+def test_faster_links_never_slow_a_step(
+    strategy: StrategyName, bytes_per_s: float, faster: float
+) -> None:
+    slow = _terms(strategy, bytes_per_s=bytes_per_s)
+    fast = _terms(strategy, bytes_per_s=faster * bytes_per_s)
+    assert fast.total_s <= slow.total_s * (1 + 1e-6)
+
+
+@given(communicating, st.floats(1e6, 1e11))
+def test_no_term_is_negative(strategy: StrategyName, bytes_per_s: float) -> None:
+    terms = _terms(strategy, bytes_per_s=bytes_per_s)
+    assert min(vars(terms).values()) >= 0
+    assert terms.total_s >= _terms("none").total_s - _terms("none").optimizer_s
+
+
+def test_what_is_not_predicted_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"torch_fsdp2.*not predicted yet; predicted: none, naive"):
+        _terms("torch_fsdp2")
+    with pytest.raises(UsageError, match="no buckets"):
+        strategy_step_terms(SHAPE, BATCH, "flat", make_calibration(), 25.0)
+    assert set(BUCKET_STRATEGIES) & set(PREDICTED) == {"bucketed", "torch_ddp", "sharded"}
