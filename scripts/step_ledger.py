@@ -1,0 +1,74 @@
+"""Predicts and measures steps on this machine, case by case, for the ledger of predictions.
+
+    python scripts/step_ledger.py results/step-ledger.jsonl
+    paceline plan ledger results/step-ledger.jsonl
+
+For every place (a rank alone, two on loopback, two on hosts with shaped links; the last needs root)
+and every model: calibrate, predict, and only then measure. Takes about 45 minutes on two cores.
+With --ranks 4 it takes those of loopback alone, with four ranks.
+"""
+
+import argparse
+import itertools
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+MODELS = ("bytes-6M", "bytes-34M", "words-44M")
+BATCHES = ("2", "5")
+RATES = ("2gbit", "500mbit")
+STRATEGIES = (
+    *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
+    *("sharded_optimizer", "sharded"),
+)
+CALIBRATION_S = "45"
+ROUNDS = ("--warmup", "1", "--rounds", "5")
+
+
+def main() -> None:
+    """Goes through all places."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--ranks", choices=["4"], default=None)
+    arguments = parser.parse_args()
+    lab = ["lab", "run", "--hosts", "2"]
+    places: list[tuple[list[str], list[str]]] = [
+        ([], ["--world-size", "1"]),
+        ([], ["--world-size", "2"]),
+        *(([*lab, "--rate", rate, "--"], []) for rate in RATES),
+    ]
+    if arguments.ranks:
+        places = [([], ["--world-size", arguments.ranks])]
+    for (launcher, ranks), model in itertools.product(places, MODELS):
+        _measure(arguments.store, launcher, ranks, model)
+
+
+def _measure(store: pathlib.Path, launcher: list[str], ranks: list[str], model: str) -> None:
+    alone = ranks == ["--world-size", "1"]
+    strategies = ["--strategies", *(("none",) if alone else STRATEGIES)]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        calibration = str(pathlib.Path(directory) / "calibration.jsonl")
+        shapes = ["--model", model, "--batch", *BATCHES, "--time-limit-s", CALIBRATION_S]
+        _paceline(launcher, "calibrate", *shapes, *ranks, "--store", calibration)
+        question = ["--calibration", calibration, "--model", model, "--batch", *BATCHES]
+        _paceline([], "plan", "step", *question, *strategies, "--store", str(store))
+        with store.open("ab") as file:
+            file.write(pathlib.Path(calibration).read_bytes())
+    for batch in BATCHES:
+        case = ["--model", model, "--batch", batch, *strategies, *ROUNDS, *ranks]
+        _paceline(launcher, "bench", "ddp", *case, "--store", str(store))
+    where = " ".join((*launcher, *ranks))
+    print(f"{model} {where}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def _paceline(launcher: list[str], *arguments: str) -> None:
+    paceline = [sys.executable, "-m", "paceline"]
+    command = [*paceline, *launcher, *paceline] if launcher else paceline
+    subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
