@@ -31,11 +31,8 @@ exact to the byte; shorter sequences take up to one T and one H R less. Tests co
 """
 
 import dataclasses
-from typing import Literal
 
-from paceline.core.specs import BatchShape
-
-AttentionKind = Literal["naive", "tiled", "sdpa", "triton"]
+from paceline.core.specs import AttentionKind, BatchShape
 
 _FLOAT32_BYTES = 4
 # The tiles of `paceline.kernels.attention_tiled`, which this room may not import.

@@ -17,6 +17,13 @@ EDGE_BYTES = 2**20
 """With so much, the first and the last bucket are full."""
 
 _GROWTH = 1.5
+_ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
+
+
+def aligned(num_elements: int, element_bytes: int) -> int:
+    """Rounds up to what may be followed by another tensor."""
+    alignment = _ALIGNMENT_BYTES // element_bytes
+    return -(-num_elements // alignment) * alignment
 
 
 def bucket_lengths(sizes: Sequence[int], cap_bytes: float | None) -> list[int]:

@@ -1,6 +1,7 @@
 """From the records that `paceline calibrate` writes to a calibration of each place."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from paceline.accounting.calibration import (
     Calibration,
@@ -25,24 +26,33 @@ _LINEAR = ("tokens", "inputs", "outputs")
 _ATTENTION = ("batch", "context", "num_heads", "num_kv_heads", "head_dim")
 _FIRST = "linear"
 
-_ByQuantity = dict[str, list[Record]]
+_Place: TypeAlias = tuple[CaseValue, ...]
+_ByQuantity: TypeAlias = dict[str, list[Record]]
 
 
 def calibrations(records: Iterable[Record]) -> list[Calibration]:
     """Makes a calibration of each place in the records; of repeated ones, the last counts."""
-    places: dict[tuple[CaseValue, ...], _ByQuantity] = {}
+    latest = {tuple(run.place.values()): run for run in calibration_runs(records)}
+    return list(latest.values())
+
+
+def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
+    """Makes a calibration of every run in the records."""
+    runs: list[tuple[_Place, _ByQuantity]] = []
+    current: dict[_Place, _ByQuantity] = {}
     for record in records:
         if record.kind != "calibration" or record.outcome != "ok":
             continue
-        place = places.setdefault(tuple(record.case.get(field) for field in PLACE_FIELDS), {})
+        place = tuple(record.case.get(field) for field in PLACE_FIELDS)
         quantity = str(record.case["quantity"])
-        if quantity == _FIRST and place.keys() - {_FIRST}:
-            # A calibration begins with it, so this is another one of the same place.
-            place.clear()
-        place.setdefault(quantity, []).append(record)
+        # A run begins with linear layers, so one that comes later is another run's.
+        if place not in current or (quantity == _FIRST and current[place].keys() - {_FIRST}):
+            current[place] = {}
+            runs.append((place, current[place]))
+        current[place].setdefault(quantity, []).append(record)
     return [
         _calibration(dict(zip(PLACE_FIELDS, place, strict=True)), measured)
-        for place, measured in places.items()
+        for place, measured in runs
     ]
 
 

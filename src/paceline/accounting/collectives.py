@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from paceline.core.operations import Operation
 
-Numbers: TypeAlias = "npt.NDArray[np.float64] | float | int"
+Numbers: TypeAlias = "npt.NDArray[np.float64] | npt.NDArray[np.int64] | float | int"
 
 
 def bus_factor(operation: Operation, world_size: Numbers) -> Any:

@@ -17,12 +17,22 @@ from paceline.accounting.explanation import Explanation, Step
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape
-from paceline.core.units import GB, GIB
+from paceline.core.units import (
+    Gibibytes,
+    Gigabytes,
+    bytes_of_gibibytes,
+    bytes_of_gigabytes,
+    format_gibibytes,
+    format_gigabytes,
+    to_gibibytes,
+    to_gigabytes,
+)
 
 _STATE_BYTES = 16  # Of a parameter: weight, gradient and two moments in float32.
 _ACTIVATION_BYTES = 2
-_H100_GIGABYTES = 80
-_TPU_GIGABYTES = 95
+# What is sold as so many "G" may be meant either way.
+_H100_SIZE = 80
+_TPU_SIZE = 95
 _COMPUTE = 4.6e14
 _BANDWIDTH = 2 * 9e10
 _FSDP_AXES, _TENSOR_AXES = 2, 1
@@ -54,11 +64,19 @@ def saved_bytes_per_token(shape: ModelShape) -> int:
     return _ACTIVATION_BYTES * shape.num_layers * (shape.d_model + shape.d_ff)
 
 
+def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
+    """Returns how many devices of a size hold so many bytes, if it is in GB, and if in GiB."""
+    return (
+        math.ceil(num_bytes / bytes_of_gigabytes(Gigabytes(size))),
+        math.ceil(num_bytes / bytes_of_gibibytes(Gibibytes(size))),
+    )
+
+
 def _memory(shape: ModelShape) -> Explanation:
     num_parameters = count_parameters(shape).total
     states = _STATE_BYTES * num_parameters
     saved = saved_bytes_per_token(shape)
-    devices = {unit: math.ceil(states / (_H100_GIGABYTES * unit)) for unit in (GB, GIB)}
+    in_gb, in_gib = _num_devices(states, _H100_SIZE)
     return Explanation(
         question="(a) States on one device, and what is saved for backward",
         assumptions=(
@@ -74,7 +92,8 @@ def _memory(shape: ModelShape) -> Explanation:
             Step(
                 formula="states = 16 P",
                 numbers=f"16 · {num_parameters:,}",
-                result=f"{states / GB:,.1f} GB = {states / GIB:,.0f} GiB",
+                result=f"{format_gigabytes(to_gigabytes(states), 1)} = "
+                f"{format_gibibytes(to_gibibytes(states))}",
             ),
             Step(
                 formula="saved per token = 2 L (d_model + d_ff)",
@@ -83,16 +102,16 @@ def _memory(shape: ModelShape) -> Explanation:
             ),
             Step(
                 formula="devices = ceil(states / 80 GiB), or of 80 GB",
-                numbers=f"{states / GIB:,.1f} / 80, or {states / GB:,.1f} / 80",
-                result=f"{devices[GIB]}, or {devices[GB]} H100 before activations",
+                numbers=f"{to_gibibytes(states):,.1f} / 80, or {to_gigabytes(states):,.1f} / 80",
+                result=f"{in_gib}, or {in_gb} H100 before activations",
             ),
         ),
         values={
             "num_parameters": num_parameters,
             "state_bytes": states,
             "saved_bytes_per_token": saved,
-            "devices_of_80_gib": devices[GIB],
-            "devices_of_80_gb": devices[GB],
+            "devices_of_80_gib": in_gib,
+            "devices_of_80_gb": in_gb,
         },
     )
 
@@ -100,8 +119,8 @@ def _memory(shape: ModelShape) -> Explanation:
 def _sharded_memory(shape: ModelShape) -> Explanation:
     states = _STATE_BYTES * count_parameters(shape).total
     saved = saved_bytes_per_token(shape)
-    devices = {unit: math.ceil(states / (_TPU_GIGABYTES * unit)) for unit in (GB, GIB)}
-    capacity = _TPU_GIGABYTES * GIB
+    in_gb, in_gib = _num_devices(states, _TPU_SIZE)
+    capacity = bytes_of_gibibytes(Gibibytes(_TPU_SIZE))
     half = saved * _EXAMPLE_TOKENS / 2
     with_tokens = math.ceil((states + half) / (capacity - half))
     most_tokens = 2 * capacity / saved
@@ -114,22 +133,24 @@ def _sharded_memory(shape: ModelShape) -> Explanation:
             Step(
                 formula="M = (16 P + A / 2) / N + A / 2",
                 numbers="A -> 0, so that M = 16 P / N = 95 GiB or 95 GB",
-                result=f"N = {devices[GIB]} in GiB, {devices[GB]} in GB",
+                result=f"N = {in_gib} in GiB, {in_gb} in GB",
             ),
             Step(
                 formula="N = ceil((16 P + A / 2) / (M - A / 2))",
-                numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = {2 * half / GB:.1f} GB",
+                numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = "
+                f"{format_gigabytes(to_gigabytes(2 * half), 1)}",
                 result=f"N = {with_tokens}",
             ),
             Step(
                 formula="A / 2 < M",
-                numbers=f"tokens < 2 · {capacity / GB:.1f} GB / {saved:,} bytes",
+                numbers=f"tokens < 2 · {format_gigabytes(to_gigabytes(capacity), 1)} / "
+                f"{saved:,} bytes",
                 result=f"{most_tokens:,.0f} tokens per device are too many for any N",
             ),
         ),
         values={
-            "devices_of_95_gib": devices[GIB],
-            "devices_of_95_gb": devices[GB],
+            "devices_of_95_gib": in_gib,
+            "devices_of_95_gb": in_gb,
             "devices_with_4096_tokens": with_tokens,
             "most_tokens_per_device": most_tokens,
         },

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.accounting.bucket_division import bucket_lengths, torch_bucket_lengths
+from paceline.accounting.bucket_division import aligned, bucket_lengths, torch_bucket_lengths
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.core.units import MIB
 
 DEFAULT_BUCKET_MB = 25.0
 _FLOAT32_BYTES = 4
-_ALIGNMENT = 4  # In numbers: buckets align tensors to what a GPU thread loads at once.
 _PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
 
 
@@ -42,14 +41,14 @@ def gradient_messages(
             Message(sum(_FLOAT32_BYTES * parameter_sizes[place] for place in group), group)
             for group in _groups(places, torch_bucket_lengths(sizes, cap_bytes))
         ]
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in parameter_sizes]
+    filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
     cap: float | None = 0.0 if strategy in _PER_PARAMETER else cap_bytes
     if strategy == "flat":
         cap = None
-    lengths = bucket_lengths([_FLOAT32_BYTES * aligned[place] for place in places], cap)
+    lengths = bucket_lengths([_FLOAT32_BYTES * filled[place] for place in places], cap)
     # Behind the gradients, one number per parameter tells whether this rank has one.
     return [
-        Message(_FLOAT32_BYTES * (sum(aligned[place] for place in group) + len(group)), group)
+        Message(_FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)), group)
         for group in _groups(places, lengths)
     ]
 

@@ -1,145 +1,125 @@
 """Memory of one device under any layout, for arrays of layouts at once.
 
-States. N parameters are divided by tensor × pipeline, and what a sharding stage divides further by
-`shard` (ZeRO, Rajbhandari et al. 2020): optimizer state from stage 1, gradients from 2, parameters
-from 3, which then holds some layers gathered.
+N parameters are divided by tensor × pipeline, and what a sharding stage divides further by `shard`
+(ZeRO, Rajbhandari et al. 2020); replicas of the shards, as in hybrid sharding, divide nothing:
 
-Activations of a block whose feed-forward is four times as wide, in 16 bits with dropout, for s b
-tokens of width h and a heads, over t tensor-parallel devices (Korthikanti et al. 2022), in bytes:
+    optimizer state   from stage 1 on
+    gradients         from stage 2 on, if they are averaged after every micro-batch or there is one
+                      only; otherwise they accumulate in whole
+    parameters        from stage 3 on, which then holds three units gathered in the compute format:
+                      two blocks, and a block or the embedding, whichever is larger
+    weight copies     autocast keeps matrices in the compute format beside those in float32, until
+                      the pass is over
+    buckets           a second copy of gradients, where buckets are not where gradients lie; where
+                      gradients are divided, two units that are being averaged
 
-    nothing split but matrices   s b h (10 + 24 / t + 5 a s / (h t))
-    norms and residuals as well  (s b h / t) (34 + 5 a s / h)
-    selective recomputation      the same without the terms with a, which are attention's scores
-    full recomputation           2 s b h, the block's input
-
-A pipeline of p stages has up to p micro-batches under way, so that the first stage holds as many
-blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
-them (Narayanan et al. 2021).
+Activations are those of `layout_activations`. The peak is not their sum with everything else: the
+first stage keeps most, and holds one block more while it recomputes it; the last has the fewest
+micro-batches under way, and the logits of one. The larger of both counts. Parameters are taken to
+be spread evenly over the stages, embedding included. What an allocator loses in gaps and what
+drivers and communication libraries keep for themselves is not part of it.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.accounting.collectives import Numbers
-from paceline.core.plan import ParallelLayout
+from paceline.accounting.layout_activations import (
+    block_bytes_per_token,
+    layout_activation_bytes,
+    logit_bytes,
+    recomputed_bytes,
+)
+from paceline.accounting.layout_arrays import SHARDING_STAGES, Layouts, Workload
+from paceline.accounting.parameters import count_parameters
 
-Integers = npt.NDArray[np.int64]
-
-_STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
-_CHECKPOINTING = {"none": 0, "selective": 1, "full": 2}
-_LAYERS_GATHERED = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layouts:
-    """Many layouts, one array per field; any field may also be one number for all."""
-
-    replicate: Integers
-    shard: Integers
-    tensor: Integers
-    pipeline: Integers
-    pipeline_interleave: Integers
-    stage: Integers
-    """ZeRO's stage: 0 shards nothing, 3 everything."""
-    sequence_parallel: npt.NDArray[np.bool_]
-    checkpointing: Integers
-    """0 none, 1 selective, 2 full."""
-
-    @classmethod
-    def of(cls, layouts: Sequence[ParallelLayout]) -> "Layouts":
-        """Turns layouts into arrays."""
-
-        def numbers(field: str) -> Integers:
-            return np.array([getattr(layout, field) for layout in layouts], dtype=np.int64)
-
-        return cls(
-            replicate=numbers("replicate"),
-            shard=numbers("shard"),
-            tensor=numbers("tensor"),
-            pipeline=numbers("pipeline"),
-            pipeline_interleave=numbers("pipeline_interleave"),
-            stage=np.array([_STAGES[layout.sharding] for layout in layouts]),
-            sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
-            checkpointing=np.array(
-                [_CHECKPOINTING[layout.activation_checkpointing] for layout in layouts]
-            ),
-        )
+_UNITS_REDUCED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What outlives a step on one device, by what it is; arrays like the layouts'."""
+    """What one device holds of the model, by what it is; arrays like the layouts'."""
 
     parameters: Any
-    gradients: Any
-    optimizer_state: Any
+    weight_copies: Any
     gathered: Any
-    """Layers that a fully sharded model holds in whole while it needs them."""
+    """Units that a fully sharded model holds in whole while it needs them."""
+    gradients: Any
+    buckets: Any
+    optimizer_state: Any
 
     @property
     def total(self) -> Any:
         """All together."""
-        return self.parameters + self.gradients + self.optimizer_state + self.gathered
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def layout_state_bytes(
-    layouts: Layouts,
-    *,
-    num_parameters: int,
-    parameters_per_layer: int,
-    parameter_bytes: float,
-    gradient_bytes: float,
-    optimizer_bytes: float,
-) -> StateBytes:
-    """Returns the states of one device, the bytes of each given per parameter."""
-    held = num_parameters / (layouts.tensor * layouts.pipeline)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutMemory:
+    """What one device holds at the peak of a step."""
 
-    def share(from_stage: int) -> Any:
-        return held / np.where(layouts.stage >= from_stage, layouts.shard, 1)
+    states: StateBytes
+    activations: Any
+    """What the first stage keeps for backward."""
+    working: Any
+    """What the peak holds beyond that: a block that is computed again, or logits."""
 
-    gathered = np.where(
-        (layouts.stage >= _STAGES["parameters"]) & (layouts.shard > 1),
-        _LAYERS_GATHERED * parameters_per_layer * parameter_bytes / layouts.tensor,
-        0.0,
+    @property
+    def total(self) -> Any:
+        """All together."""
+        return self.states.total + self.activations + self.working
+
+
+def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
+    """Returns the states of one device."""
+    counted = count_parameters(workload.shape)
+    held = counted.total / layouts.model_devices
+    unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
+    largest = max(unit, counted.embedding)
+    whole_gradients = ~_gradients_are_divided(layouts, workload)
+
+    def share(divided: Any) -> Any:
+        return held / np.where(divided, layouts.shard, 1)
+
+    away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (layouts.shard > 1)
+    gathered = np.minimum((2 * unit + largest) / layouts.tensor, held)
+    copies = counted.matmul / layouts.model_devices if _keeps_copies(workload) else 0.0
+    averaged = layouts.shard * layouts.replicate * layouts.context > 1
+    in_flight = np.where(
+        whole_gradients,
+        held if workload.bucket_copies else 0.0,
+        np.minimum(_UNITS_REDUCED * largest / layouts.tensor, held),
     )
     return StateBytes(
-        parameters=share(3) * parameter_bytes,
-        gradients=share(2) * gradient_bytes,
-        optimizer_state=share(1) * optimizer_bytes,
-        gathered=gathered,
+        parameters=share(layouts.stage >= 3) * workload.parameter_bytes,
+        weight_copies=np.where(away, 0.0, copies) * workload.compute_bytes,
+        gathered=np.where(away, gathered, 0.0) * workload.compute_bytes,
+        gradients=share(~whole_gradients) * workload.gradient_bytes,
+        buckets=np.where(averaged, in_flight, 0.0) * workload.reduction_bytes,
+        optimizer_state=share(layouts.stage >= 1) * workload.optimizer_bytes,
     )
 
 
-def layout_activation_bytes(
-    layouts: Layouts,
-    *,
-    d_model: int,
-    num_heads: int,
-    num_layers: int,
-    context_length: int,
-    micro_batch: Numbers,
-) -> Any:
-    """Returns what the first stage keeps for backward, in the formulas of the module."""
-    whole = context_length * np.asarray(micro_batch, dtype=np.float64) * d_model
-    scores = 5 * num_heads * context_length / d_model / layouts.tensor
-    linear = np.where(layouts.sequence_parallel, 34 / layouts.tensor, 10 + 24 / layouts.tensor)
-    per_block = whole * np.select(
-        [layouts.checkpointing == 0, layouts.checkpointing == 1], [linear + scores, linear], 2.0
+def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
+    """Returns what one device holds at the peak, on the stage that holds most."""
+    first = layout_activation_bytes(layouts, workload)
+    tokens = workload.tokens / layouts.context
+    layers = workload.shape.num_layers / layouts.pipeline
+    last = block_bytes_per_token(layouts, workload) * tokens * layers
+    peak = np.maximum(
+        first + recomputed_bytes(layouts, workload), last + logit_bytes(layouts, workload)
     )
-    stages = layouts.pipeline
-    under_way = 1 + np.where(
-        layouts.pipeline_interleave > 1, (stages - 1) / (stages * layouts.pipeline_interleave), 0.0
+    return LayoutMemory(
+        states=layout_state_bytes(layouts, workload), activations=first, working=peak - first
     )
-    return per_block * num_layers * under_way
 
 
-def pipeline_bubble(
-    num_stages: Numbers, num_micro_batches: Numbers, interleave: Numbers = 1
-) -> Any:
-    """Returns the idle time of a pipeline over its busy time, (p - 1) / (v m)."""
-    stages = np.asarray(num_stages, dtype=np.float64)
-    return (stages - 1) / (np.asarray(interleave) * np.asarray(num_micro_batches))
+def _gradients_are_divided(layouts: Layouts, workload: Workload) -> Any:
+    at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
+    return (layouts.stage >= SHARDING_STAGES["gradients"]) & (layouts.shard > 1) & at_once
+
+
+def _keeps_copies(workload: Workload) -> bool:
+    precision = workload.precision
+    return precision.autocast and precision.compute != precision.parameters

@@ -1,18 +1,68 @@
 """The memory of a training step under a strategy, explained, and how many devices it takes."""
 
 import dataclasses
+from collections.abc import Mapping
 
-from paceline.accounting.activations import Checkpointing
+from paceline.accounting.activations import Checkpointing, saved_for_backward
 from paceline.accounting.explanation import Explanation, Step
 from paceline.accounting.model_states import MemoryParts, step_memory
 from paceline.core.hardware import Device
-from paceline.core.specs import BatchShape, ModelShape, precision_preset
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+)
 from paceline.core.strategies import SHARDED_STATE, StrategyName
-from paceline.core.units import GB, format_binary_bytes
+from paceline.core.units import format_binary_bytes, format_gigabytes, to_gigabytes
 
-_PRECISION = "float32"
 _MOST_RANKS = 2**14
 """Beyond this the search gives up: what does not fit on so many ranks is not divided by them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A training step whose memory is asked for."""
+
+    shape: ModelShape
+    batch: BatchShape
+    strategy: StrategyName
+    checkpointing: Checkpointing = "none"
+    attention: AttentionImplementation = "sdpa"
+    precision: Precision = dataclasses.field(default_factory=Precision)
+
+    def instants(self, world_size: int) -> dict[str, MemoryParts]:
+        """Returns what the fullest rank holds at each instant of the step."""
+        return step_memory(
+            self.shape,
+            self.batch,
+            self.precision,
+            self.strategy,
+            world_size,
+            activation_checkpointing=self.checkpointing,
+            attention=self.attention,
+        )
+
+    def peak_bytes(self, world_size: int) -> int:
+        """Returns the most that the fullest rank holds in the step."""
+        return max(parts.total for parts in self.instants(world_size).values())
+
+    def fewest_ranks(self, memory_bytes: float) -> int | None:
+        """Returns the smallest number of ranks on which it fits; None where none is enough."""
+        if self.peak_bytes(1) <= memory_bytes:
+            return 1
+        if self.strategy not in SHARDED_STATE:
+            return None
+        too_few, enough = 1, 2
+        while self.peak_bytes(enough) > memory_bytes:
+            too_few, enough = enough, 2 * enough
+            if enough > _MOST_RANKS:
+                return None
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            fits = self.peak_bytes(middle) <= memory_bytes
+            too_few, enough = (too_few, middle) if fits else (middle, enough)
+        return enough
 
 
 def peak_bytes(
@@ -22,9 +72,9 @@ def peak_bytes(
     world_size: int,
     checkpointing: Checkpointing = "none",
 ) -> int:
-    """Returns the most that the fullest rank holds in a step."""
-    instants = _instants(shape, batch, strategy, world_size, checkpointing)
-    return max(parts.total for parts in instants.values())
+    """Returns the most that the fullest rank holds in a step in float32."""
+    plan = StepPlan(shape=shape, batch=batch, strategy=strategy, checkpointing=checkpointing)
+    return plan.peak_bytes(world_size)
 
 
 def fewest_ranks(
@@ -35,38 +85,15 @@ def fewest_ranks(
     checkpointing: Checkpointing = "none",
 ) -> int | None:
     """Returns the smallest number of ranks on which a step fits; None where no number is enough."""
-
-    def fits(ranks: int) -> bool:
-        return peak_bytes(shape, batch, strategy, ranks, checkpointing) <= memory_bytes
-
-    if fits(1):
-        return 1
-    if strategy not in SHARDED_STATE:
-        return None
-    too_few, enough = 1, 2
-    while not fits(enough):
-        too_few, enough = enough, 2 * enough
-        if enough > _MOST_RANKS:
-            return None
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return enough
+    plan = StepPlan(shape=shape, batch=batch, strategy=strategy, checkpointing=checkpointing)
+    return plan.fewest_ranks(memory_bytes)
 
 
-def explain_memory(
-    shape: ModelShape,
-    batch: BatchShape,
-    strategy: StrategyName,
-    world_size: int,
-    *,
-    checkpointing: Checkpointing = "none",
-    device: Device | None = None,
-) -> Explanation:
+def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
     """Explains what the fullest rank holds at each instant of a step."""
     steps = []
     values: dict[str, float] = {}
-    for instant, parts in _instants(shape, batch, strategy, world_size, checkpointing).items():
+    for instant, parts in plan.instants(world_size).items():
         held = dataclasses.asdict(parts)
         values |= {f"{instant}_{name}_bytes": size for name, size in held.items()}
         values[f"{instant}_bytes"] = parts.total
@@ -78,43 +105,74 @@ def explain_memory(
                 result=format_binary_bytes(parts.total),
             )
         )
+    saved = saved_for_backward(
+        plan.shape,
+        plan.batch,
+        plan.checkpointing,
+        precision=plan.precision,
+        attention=plan.attention,
+    )
+    values["saved_activation_bytes"] = saved.activations
+    values["saved_weight_copy_bytes"] = saved.weight_copies
+    steps.append(
+        Step(
+            formula="kept for backward = activations + copies of weights",
+            numbers=" + ".join(map(format_binary_bytes, dataclasses.astuple(saved))),
+            result=format_binary_bytes(saved.total),
+        )
+    )
     if device is not None:
         capacity = device.memory_bytes.value
-        needed = fewest_ranks(shape, batch, strategy, capacity, checkpointing)
+        needed = plan.fewest_ranks(capacity)
         steps.append(
             Step(
                 formula="ranks = the fewest whose peak fits",
-                numbers=f"{device.description}, {capacity / GB:.0f} GB",
+                numbers=f"{device.description}, {format_gigabytes(to_gigabytes(capacity))}",
                 result="no number of ranks is enough" if needed is None else str(needed),
             )
         )
         if needed is not None:
             values["fewest_ranks"] = needed
     return Explanation(
-        question=f"Memory of a step under {strategy}, the fullest of {world_size} ranks",
+        question=f"Memory of a step under {plan.strategy}, the fullest of {world_size} ranks",
         assumptions=(
-            f"{batch.num_sequences} sequences of {batch.context_length} tokens per rank",
-            "float32, AdamW, eager, attention that stores no scores, communication that keeps up",
-            f"activation checkpointing: {checkpointing}",
-            "neither the allocator's gaps nor what a driver keeps for itself",
+            f"{plan.batch.num_sequences} sequences of {plan.batch.context_length} tokens per rank",
+            f"{_describe(plan.precision)}, AdamW, eager, communication that keeps up",
+            f"attention {plan.attention}, "
+            + (
+                "which stores all scores" if plan.attention == "naive" else "which stores no scores"
+            ),
+            f"activation checkpointing: {plan.checkpointing}",
+            "neither the allocator's gaps nor what kernels and a driver keep for themselves",
         ),
         steps=tuple(steps),
         values=values,
     )
 
 
-def _instants(
-    shape: ModelShape,
-    batch: BatchShape,
-    strategy: StrategyName,
-    world_size: int,
-    checkpointing: Checkpointing,
-) -> dict[str, MemoryParts]:
-    return step_memory(
-        shape,
-        batch,
-        precision_preset(_PRECISION),
-        strategy,
-        world_size,
-        activation_checkpointing=checkpointing,
+def memory_table(instants: Mapping[str, MemoryParts]) -> str:
+    """Returns what is held as text, a row per part and a column per instant."""
+    names = [field.name for field in dataclasses.fields(MemoryParts)]
+    rows = [["", *(instant.replace("_", " ") for instant in instants)]]
+    rows += [
+        [name.replace("_", " "), *(_format(getattr(held, name)) for held in instants.values())]
+        for name in [*names, "total"]
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for row in rows
     )
+
+
+def _format(num_bytes: int) -> str:
+    return format_binary_bytes(num_bytes) if num_bytes else "-"
+
+
+def _describe(precision: Precision) -> str:
+    if precision.autocast:
+        return f"{precision.parameters} weights, autocast to {precision.compute}"
+    return precision.parameters

@@ -8,10 +8,18 @@ With AdamW in the formats of a `Precision`, P parameters in T tensors, on n rank
     optimizer state   two moments, 8P, and 4 bytes per tensor for its count of steps; the moments
                       of P/n parameters from ZeRO 1 on (Rajbhandari et al. 2020)
 
-A share is rounded up, since a rank cannot own less than an element. torch's
-ZeroRedundancyOptimizer deals out whole parameters instead, the largest first to the rank that has
-least, so that one rank holds more than P/n. Filling that aligns tensors in buckets is left out:
-widths that are multiples of four need none.
+That is the rule; the numbers here are those of the tensors that ranks really hold, to the byte:
+
+    buckets           every tensor begins at a multiple of 16 bytes
+    shares            of a flat unit of tensors: all of them where only the optimizer divides them,
+                      a bucket's where gradients are divided, a layer's where parameters are. A
+                      unit is filled up to n equal shares. Whole units and gradients of shares
+                      have the filling; moments, and parameters of shares, have not
+    torch_zero        whole parameters, the largest first to the rank that has least
+    torch_fsdp2       rows of every parameter, equally many to each rank but for the last ones;
+                      parameters and gradients are filled up to as many, moments are not
+
+Ranks differ by what their shares hold; the rank that holds most is what is told.
 
 Over a step, beside the states:
 
@@ -22,32 +30,43 @@ Over a step, beside the states:
                   Without buckets, gradients appear as activations go, and the peak is the larger
                   of the two at either end of backward
 
-What is under way counts as activations too, as far as there is any at the peak, early in backward,
-and communication keeps up with it. Where gradients go to owners, it is what the head and the last
-block have made so far, once as it is sent and once as it arrives. Where parameters are
-divided as well, it is the layers that are gathered, and a block later the gradients of the
-block before, sent and arriving; there are no gradients of shares yet. Slow communication
-adds to that, up to all gradients twice.
+What is under way counts as activations too, if communication keeps up with backward. Where
+gradients go to owners, a message of a bucket's size is there from its first gradient to its last,
+and then the others' parts of this rank's share arrive. Where parameters are divided, messages are
+of layers, and the layers that are gathered come on top. Slow communication adds to that, up to
+all gradients twice.
 """
 
 import dataclasses
+import functools
 from typing import Any
+
+import numpy as np
 
 from paceline.accounting.activations import (
     Checkpointing,
-    block_bytes,
-    peak_activation_bytes,
+    GradientMessage,
+    activation_peaks,
 )
+from paceline.accounting.bucket_division import aligned, bucket_lengths
 from paceline.accounting.dealing import deal_out
-from paceline.accounting.parameters import count_parameters
-from paceline.core.specs import BatchShape, ModelShape, Precision, bytes_per_element
+from paceline.accounting.state_shares import cut_unit
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+    bytes_per_element,
+)
 from paceline.core.strategies import (
     SHARDED_GRADIENTS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
     StrategyName,
 )
+from paceline.core.units import MIB
 
+_BUCKET_SIZE_MB = 25.0
 _COUNTER_BYTES = 4
 _TABLE_BYTES = 4
 _TENSORS_PER_BLOCK = 9
@@ -93,43 +112,170 @@ class ModelStates:
     optimizer_state: Any
 
 
+def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
+    """Returns rows and columns of every parameter of `TransformerLM`, in its order."""
+    width, hidden = shape.d_model, shape.d_ff
+    queries, keys = shape.attention_width, shape.key_value_width
+    norm = (width, 1)
+    attention = [(queries, width), (keys, width), (keys, width), (width, queries)]
+    block = [norm, *attention, norm, (hidden, width), (hidden, width), (width, hidden)]
+    embedding = (shape.vocab_size, width)
+    head = [] if shape.tied_embeddings else [embedding]
+    return [embedding, *block * shape.num_layers, norm, *head]
+
+
 def parameter_sizes(shape: ModelShape) -> list[int]:
     """Returns the elements of every parameter of `TransformerLM`, in its order."""
-    width = shape.d_model
-    block = [
-        width,
-        *(width * shape.attention_width, *[width * shape.key_value_width] * 2),
-        shape.attention_width * width,
-        width,
-        *[width * shape.d_ff] * 3,
-    ]
-    embedding = shape.vocab_size * width
-    head = [] if shape.tied_embeddings else [embedding]
-    return [embedding, *block * shape.num_layers, width, *head]
+    return [num_rows * num_columns for num_rows, num_columns in parameter_shapes(shape)]
 
 
 def model_state_bytes(
-    shape: ModelShape, precision: Precision, strategy: StrategyName, world_size: Any
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: Any,
+    *,
+    bucket_size_mb: float = _BUCKET_SIZE_MB,
 ) -> ModelStates:
     """Returns what one device keeps of the model; on the rank that keeps most.
 
-    `world_size` may be an array of integers, unless the strategy deals out whole parameters.
+    `world_size` may be an array of integers. The size of buckets, in MiB, makes a difference only
+    where gradients are divided, and there only to what fills them up.
     """
-    num_parameters = count_parameters(shape).total
-    share = -(-num_parameters // world_size)
-    num_updated = share if strategy in SHARDED_STATE else num_parameters
-    sizes = parameter_sizes(shape)
-    num_counters: Any = len(sizes)
-    if strategy in ("torch_zero", "torch_zero_view"):
-        num_updated, num_counters = _largest_deal(sizes, world_size)
-    presence = len(sizes) if strategy in _OWN_BUCKETS else 0
-    moments = 2 * bytes_per_element(precision.optimizer_state)
+    if np.ndim(world_size):
+        many = [
+            model_state_bytes(shape, precision, strategy, int(size), bucket_size_mb=bucket_size_mb)
+            for size in world_size
+        ]
+        return ModelStates(
+            **{
+                field.name: np.array([getattr(states, field.name) for states in many])
+                for field in dataclasses.fields(ModelStates)
+            }
+        )
+    of_ranks = rank_state_bytes(
+        shape, precision, strategy, int(world_size), bucket_size_mb=bucket_size_mb
+    )
+    fullest = int(np.argmax(of_ranks.parameters + of_ranks.gradients + of_ranks.optimizer_state))
     return ModelStates(
-        parameters=bytes_per_element(precision.parameters)
-        * (share if strategy in SHARDED_PARAMETERS else num_parameters),
-        gradients=bytes_per_element(precision.gradients)
-        * (presence + (share if strategy in SHARDED_GRADIENTS else num_parameters)),
-        optimizer_state=moments * num_updated + _COUNTER_BYTES * num_counters,
+        parameters=int(of_ranks.parameters[fullest]),
+        gradients=int(of_ranks.gradients[fullest]),
+        optimizer_state=int(of_ranks.optimizer_state[fullest]),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def rank_state_bytes(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: int,
+    *,
+    bucket_size_mb: float = _BUCKET_SIZE_MB,
+) -> ModelStates:
+    """Returns what every rank keeps of the model, as arrays by rank."""
+    sizes = parameter_sizes(shape)
+    elements = _elements_held(shape, precision, strategy, world_size, bucket_size_mb)
+    moments = elements.num_moments * 2 * bytes_per_element(precision.optimizer_state)
+    flags = len(sizes) if strategy in _OWN_BUCKETS and world_size > 1 else 0
+    return ModelStates(
+        parameters=elements.num_parameters * bytes_per_element(precision.parameters),
+        gradients=(elements.num_gradients + flags) * bytes_per_element(precision.gradients),
+        optimizer_state=moments + _COUNTER_BYTES * elements.num_counters,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """Numbers that every rank holds, by rank."""
+
+    num_parameters: Any
+    num_gradients: Any
+    num_moments: Any
+    num_counters: Any
+
+
+def _elements_held(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: int,
+    bucket_size_mb: float,
+) -> _Elements:
+    sizes = parameter_sizes(shape)
+    everywhere = np.ones(world_size, dtype=np.int64)
+    whole = sum(sizes) * everywhere
+    gradients, counters = whole, len(sizes) * everywhere
+    if strategy in _OWN_BUCKETS and world_size > 1:
+        element_bytes = bytes_per_element(precision.gradients)
+        gradients = sum(aligned(size, element_bytes) for size in sizes) * everywhere
+    if strategy == "torch_fsdp2":
+        return _rows(shape, world_size)
+    if strategy in ("torch_zero", "torch_zero_view"):
+        loads = [0] * world_size
+        owners = deal_out(sizes, loads)
+        return _Elements(
+            num_parameters=whole,
+            num_gradients=whole,
+            num_moments=np.array(loads),
+            num_counters=np.bincount(owners, minlength=world_size),
+        )
+    if strategy not in SHARDED_STATE:
+        return _Elements(
+            num_parameters=whole, num_gradients=gradients, num_moments=whole, num_counters=counters
+        )
+    element_bytes = bytes_per_element(precision.parameters)
+    units = [
+        cut_unit(unit, world_size, element_bytes)
+        for unit in _units(shape, strategy, element_bytes, bucket_size_mb)
+    ]
+    owned = sum(unit.num_owned for unit in units)
+    shares = sum(unit.share for unit in units) * everywhere
+    divides_parameters = strategy in SHARDED_PARAMETERS
+    return _Elements(
+        num_parameters=owned if divides_parameters else world_size * shares,
+        num_gradients=shares if strategy in SHARDED_GRADIENTS else gradients,
+        num_moments=owned,
+        # A rank of a fully sharded model has every parameter, if only with no elements.
+        num_counters=counters if divides_parameters else sum(unit.num_pieces for unit in units),
+    )
+
+
+def _units(
+    shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
+) -> list[list[int]]:
+    """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
+    sizes = parameter_sizes(shape)
+    if strategy in SHARDED_PARAMETERS:
+        last = 1 + shape.num_layers * _TENSORS_PER_BLOCK
+        blocks = [sizes[at : at + _TENSORS_PER_BLOCK] for at in range(1, last, _TENSORS_PER_BLOCK)]
+        return [[sizes[0]], *(block[::-1] for block in blocks), *([size] for size in sizes[last:])]
+    backward = sizes[::-1]
+    if strategy == "sharded_optimizer":
+        return [backward]
+    num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
+    units, start = [], 0
+    for length in bucket_lengths(num_bytes, bucket_size_mb * MIB):
+        units.append(backward[start : start + length])
+        start += length
+    return units
+
+
+def _rows(shape: ModelShape, world_size: int) -> _Elements:
+    """Divides every parameter by rows, as torch's fully_shard does."""
+    ranks = np.arange(world_size)
+    held = owned = np.zeros(world_size, dtype=np.int64)
+    shapes = parameter_shapes(shape)
+    for num_rows, num_columns in shapes:
+        chunk = -(-num_rows // world_size)
+        own = np.clip(num_rows - chunk * ranks, 0, chunk)
+        held = held + chunk * num_columns
+        owned = owned + own * num_columns
+    return _Elements(
+        num_parameters=held,
+        num_gradients=held,
+        num_moments=owned,
+        num_counters=np.full(world_size, len(shapes)),
     )
 
 
@@ -141,6 +287,7 @@ def step_memory(
     world_size: int,
     *,
     activation_checkpointing: Checkpointing = "none",
+    attention: AttentionImplementation = "sdpa",
 ) -> dict[str, MemoryParts]:
     """Predicts the memory of a step at its three instants, on the rank that holds most."""
     states = model_state_bytes(shape, precision, strategy, world_size)
@@ -152,7 +299,7 @@ def step_memory(
         optimizer_state=states.optimizer_state,
         buffers=tables + tokens,
         activations=_activations(
-            shape, batch, precision, strategy, world_size, activation_checkpointing
+            shape, batch, precision, strategy, world_size, activation_checkpointing, attention
         ),
     )
     has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
@@ -176,31 +323,70 @@ def _activations(
     strategy: StrategyName,
     world_size: int,
     activation_checkpointing: Checkpointing,
+    attention: AttentionImplementation,
 ) -> int:
     """Returns what the peak before the optimizer's step holds beyond states and buffers."""
-    appear = world_size == 1 or strategy in ("none", *SHARDED_GRADIENTS)
-    peak = peak_activation_bytes(shape, batch, activation_checkpointing, keeps_gradients=appear)
-    if not appear:
-        return peak
-    head, down = shape.vocab_size * shape.d_model, shape.d_model * shape.d_ff
-    element = bytes_per_element(precision.gradients)
+    keeps_gradients = world_size == 1 or strategy == "none"
+    messages: tuple[GradientMessage, ...] = ()
+    if strategy in SHARDED_GRADIENTS:
+        keeps_gradients = False
+        messages = _messages(shape, precision, strategy, world_size)
+    peaks = activation_peaks(
+        shape,
+        batch,
+        activation_checkpointing,
+        precision=precision,
+        attention=attention,
+        keeps_gradients=keeps_gradients,
+        messages=messages,
+    )
+    gathered = (0, 0)
     if strategy in SHARDED_PARAMETERS:
-        block = element * sum(parameter_sizes(shape)[1 : 1 + _TENSORS_PER_BLOCK])
-        num_gathered = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
-        peak += num_gathered * block + element * head
-        if shape.num_layers > 1:
-            saved = block_bytes(shape, batch, activation_checkpointing)
-            peak = max(peak, peak - saved + 2 * block)
-    elif strategy in SHARDED_GRADIENTS:
-        return peak + element * (head + shape.d_model + down)
-    stream = element * batch.tokens_per_pass * shape.d_model
-    gradients: int = model_state_bytes(shape, precision, strategy, world_size).gradients
-    return max(peak - gradients, stream)
+        gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
+    peak = max(map(sum, zip(peaks, gathered, strict=True)))
+    if keeps_gradients or strategy in SHARDED_PARAMETERS:
+        # Gradients come as activations go: at the peak they are in it, or not there yet.
+        peak -= model_state_bytes(shape, precision, strategy, world_size).gradients
+    return max(peak, 0)
 
 
-def _largest_deal(sizes: list[int], world_size: int) -> tuple[int, int]:
-    """Returns elements and number of the parameters of the rank that is dealt the most."""
-    loads = [0] * world_size
-    owners = deal_out(sizes, loads)
-    most, rank = max((load, rank) for rank, load in enumerate(loads))
-    return most, owners.count(rank)
+def _messages(
+    shape: ModelShape, precision: Precision, strategy: StrategyName, world_size: int
+) -> tuple[GradientMessage, ...]:
+    """Returns the messages of a backward pass in their order."""
+    element_bytes = bytes_per_element(precision.gradients)
+    messages = []
+    units = _units(shape, strategy, element_bytes, _BUCKET_SIZE_MB)
+    for unit in units[::-1] if strategy in SHARDED_PARAMETERS else units:
+        share = cut_unit(unit, world_size, element_bytes).share * element_bytes
+        messages.append(
+            GradientMessage(
+                num_tensors=len(unit),
+                num_bytes=world_size * share,
+                arriving_bytes=(world_size - 1) * share,
+            )
+        )
+    return tuple(messages)
+
+
+def _gathered_bytes(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    activation_checkpointing: Checkpointing,
+) -> tuple[int, int]:
+    """Returns what layers take that are there in whole before backward's blocks, and in them."""
+    block = sum(parameter_sizes(shape)[1 : 1 + _TENSORS_PER_BLOCK])
+    matrix = shape.vocab_size * shape.d_model
+    num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
+    if strategy == "torch_fsdp2":
+        # What is no block is one layer, which stays gathered.
+        outside = matrix * (1 if shape.tied_embeddings else 2) + shape.d_model
+        first, later = outside, outside + num_blocks * block
+    else:
+        if activation_checkpointing == "full":
+            # Blocks that have run again are freed only when backward is over.
+            num_blocks = shape.num_layers
+        first, later = matrix, matrix + num_blocks * block
+    element_bytes = bytes_per_element(precision.parameters)
+    return element_bytes * first, element_bytes * later

@@ -7,10 +7,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from paceline.accounting.attention import AttentionKind
 from paceline.benchmarks.config import DeviceName, PrecisionName, RunLimits, require_counts
 from paceline.core.errors import UsageError
-from paceline.core.specs import BatchShape
+from paceline.core.specs import AttentionKind, BatchShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,16 +36,17 @@ from paceline.parallel.collectives import mean_over_ranks, reduce_numbers
 from paceline.records import CaseValue, Metric, Record
 
 # Shares of the time limit.
-_COMPUTE_SHARE = 0.45
-_COLLECTIVES_SHARE = 0.35
-_CONTENTION_SHARE = 0.2
+_COMPUTE_SHARE = 0.5
+_COLLECTIVES_SHARE = 0.25
+_CONTENTION_SHARE = 0.25
 _LEAST_ROUNDS = 5
 _SAMPLE_S = 0.02
 _MOST_REPETITIONS = 10
 
 _SIZES = tuple(4 * KIB * 4**power for power in range(8))
 _CONTENTION_SIZE = 4 * MIB
-_REPETITIONS = 15
+_PASSES = 3
+_REPETITIONS = 40
 _GRACE_S = 120.0
 
 Samples = dict[str, dict[str, list[float]]]
@@ -138,24 +139,28 @@ def _agree_on_repetitions(probe: Probe, device: torch.device) -> int:
 def measure_sizes(
     device: torch.device, operation: Operation, time_limit_s: float
 ) -> dict[int, list[float]]:
-    """Times an operation by size, up to the first that takes too long; all ranks call it."""
+    """Times an operation by size, up to the first that takes too long; all ranks call it.
+
+    Sizes are gone through several times: gloo's calls are now and then slow for a while.
+    """
     samples: dict[int, list[float]] = {}
-    per_size_s = time_limit_s / len(_SIZES)
-    for size in _SIZES:
-        times = measure_collective(
-            CommunicationCase(
+    sizes = list(_SIZES)
+    per_size_s = time_limit_s / len(sizes) / _PASSES
+    for _ in range(_PASSES):
+        for size in sizes:
+            case = CommunicationCase(
                 operation=operation,
                 size_bytes=size,
-                warmup=2,
+                warmup=1,
                 steps=_REPETITIONS,
                 # What small sizes leave over, the largest may use.
                 time_limit_s=2 * per_size_s,
-            ),
-            device,
-        )
-        samples[times.size_bytes] = times.samples
-        if min(times.samples) > per_size_s:
-            break
+            )
+            times = measure_collective(case, device)
+            samples.setdefault(times.size_bytes, []).extend(times.samples)
+            if min(times.samples) > per_size_s:
+                sizes = sizes[: sizes.index(size) + 1]
+                break
     return samples
 
 

@@ -64,8 +64,9 @@ class CalibrationSweep:
     torchrun, Slurm or the lab the ranks are there already, and this must be left out."""
     device: DeviceName = "auto"
     """cuda measures NCCL between GPUs, cpu gloo."""
-    time_limit_s: float = 60.0
-    """Seconds for all of it, about half for computing and half for communication."""
+    time_limit_s: float = 45.0
+    """Seconds for all of it, about half for computing and half for communication; starting ranks
+    and slow links come on top."""
     timeout_s: float = 120.0
     """Seconds after which a collective that makes no progress is an error."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)

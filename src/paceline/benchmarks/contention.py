@@ -22,11 +22,13 @@ from paceline.parallel.data_parallel import resolve_group
 from paceline.parallel.exchange import Pending, start_gathering, start_reduction
 
 _MESSAGE_BYTES = 4 * MIB
-_MOST_MESSAGES = 50
-_REPETITIONS = 5
-_PRODUCT_WIDTH = 256
-"""A product of this width takes less than a millisecond: between two, arrivals are noticed."""
-_PRODUCTS_ALONE = 100
+_MOST_MESSAGES = 300
+# Few and long: after a pause, ranks may share a core for a tenth of a second before the scheduler
+# parts them.
+_REPETITIONS = 4
+# A product takes two milliseconds of a core: between two, arrivals are noticed in time.
+_PRODUCT_WIDTH = 512
+_PRODUCTS_ALONE = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ def measure_contention(
     together = _Together(operation, device)
     expected_s = sorted(alone.samples)[len(alone.samples) // 2]
     expected_s *= together.message.nbytes / alone.size_bytes
-    num_messages = int(time_limit_s / _REPETITIONS / 3 / expected_s)
+    num_messages = int(time_limit_s / _REPETITIONS / 2 / expected_s)
     num_messages = max(1, min(num_messages, _MOST_MESSAGES))
     sent = num_messages * together.message.nbytes
     together.products_alone_s()

@@ -1,6 +1,7 @@
 """``paceline plan``: answers that need no run, with their working."""
 
 import dataclasses
+import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,7 @@ from paceline.cli.plan_step import LedgerCommand, StepCommand, run_ledger, run_s
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
-from paceline.core.specs import BatchShape
+from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import parse_bytes
 
@@ -66,15 +67,23 @@ class MemoryCommand:
     """Sequences per rank."""
     context: int = 128
     """Tokens per sequence."""
+    attention: Literal["sdpa", "naive"] = "sdpa"
+    """Whether attention is fused, or stores all its scores."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The sixteen-bit formats are autocast over float32 weights."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
     device: str | None = None
     """A device of the hardware table whose memory it must fit."""
+    figure: pathlib.Path | None = None
+    """Also draw it: a file that ends in .png or .svg."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise UsageError("--world-size must be at least 1")
+        if self.figure is not None and self.figure.suffix not in (".png", ".svg"):
+            raise UsageError(f"--figure {self.figure} must end in .png or .svg")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,17 +112,7 @@ def run(command: PlanCommand) -> int:
         _print(account(model_preset(question.model)), question.output)
         return 0
     if isinstance(question, MemoryCommand):
-        from paceline.accounting.memory_plan import explain_memory
-
-        explanation = explain_memory(
-            model_preset(question.model),
-            BatchShape(num_sequences=question.batch, context_length=question.context),
-            question.strategy,
-            question.world_size,
-            checkpointing=question.activation_checkpointing,
-            device=None if question.device is None else find_device(question.device),
-        )
-        _print([explanation], question.output)
+        _print([_explain_memory(question)], question.output)
         return 0
     from paceline.accounting.overhead import explain_overhead
 
@@ -125,6 +124,32 @@ def run(command: PlanCommand) -> int:
     )
     _print([explanation], question.output)
     return 0
+
+
+def _explain_memory(question: MemoryCommand) -> "Explanation":
+    """Tabulates and explains the memory of a step, and draws it where that is asked for."""
+    from paceline.accounting.memory_plan import StepPlan, explain_memory, memory_table
+
+    plan = StepPlan(
+        shape=model_preset(question.model),
+        batch=BatchShape(num_sequences=question.batch, context_length=question.context),
+        strategy=question.strategy,
+        checkpointing=question.activation_checkpointing,
+        attention=question.attention,
+        precision=precision_preset(question.precision),
+    )
+    device = None if question.device is None else find_device(question.device)
+    if question.figure is not None:
+        from paceline.reports.memory_plan_plots import plot_memory_plan, save_plan_figure
+
+        title = (
+            f"{question.model} under {question.strategy}, fullest of {question.world_size} ranks"
+        )
+        figure = plot_memory_plan(plan.instants(question.world_size), title=title, device=device)
+        save_plan_figure(figure, question.figure)
+    if not question.output.json:
+        sys.stdout.write(memory_table(plan.instants(question.world_size)) + "\n\n")
+    return explain_memory(plan, question.world_size, device=device)
 
 
 def _print(explanations: "Sequence[Explanation]", output: OutputOptions) -> None:

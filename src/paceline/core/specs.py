@@ -12,6 +12,8 @@ from paceline.core.errors import ShapeError, UsageError
 
 Phase = Literal["forward", "forward-backward", "train"]
 AttentionImplementation = Literal["auto", "sdpa", "tiled", "triton", "naive"]
+AttentionKind = Literal["naive", "tiled", "sdpa", "triton"]
+"""What an implementation comes down to on a device."""
 DType = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8"]
 FeedForward = Literal["swiglu", "gelu", "linear"]
 Norm = Literal["rmsnorm", "layernorm", "none"]

@@ -2,10 +2,13 @@
 
 Storage and network people count in powers of ten, memory in powers of two; at a terabyte
 the two differ by a tenth, enough to change how many devices a model needs. Every function
-here says in its name which one it speaks.
+here says in its name which one it speaks. Where a number of gigabytes or gibibytes is passed on,
+`Gigabytes` and `Gibibytes` are types of their own: a type checker refuses the one for the other,
+and bytes for either.
 """
 
 import re
+from typing import NewType
 
 from paceline.core.errors import UsageError
 
@@ -13,6 +16,11 @@ KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 NANOSECOND = 1e-9
 """In seconds."""
+
+Gigabytes = NewType("Gigabytes", float)
+"""10^9 bytes each, as devices and links are sold."""
+Gibibytes = NewType("Gibibytes", float)
+"""2^30 bytes each, as allocators report."""
 
 _UNITS = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "kib": KIB, "mib": MIB, "gib": GIB}
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
@@ -28,6 +36,36 @@ def parse_bytes(text: str) -> int:
             f"cannot read the size {text!r}; write it like 10MB (10^6 bytes) or 10MiB (2^20)"
         )
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def to_gigabytes(num_bytes: float) -> Gigabytes:
+    """Counts bytes in units of 10^9."""
+    return Gigabytes(num_bytes / GB)
+
+
+def to_gibibytes(num_bytes: float) -> Gibibytes:
+    """Counts bytes in units of 2^30."""
+    return Gibibytes(num_bytes / GIB)
+
+
+def bytes_of_gigabytes(gigabytes: Gigabytes) -> float:
+    """Returns the bytes of a number of GB."""
+    return gigabytes * GB
+
+
+def bytes_of_gibibytes(gibibytes: Gibibytes) -> float:
+    """Returns the bytes of a number of GiB."""
+    return gibibytes * GIB
+
+
+def format_gigabytes(gigabytes: Gigabytes, digits: int = 0) -> str:
+    """Formats GB with their unit, such as ``80 GB``."""
+    return f"{gigabytes:,.{digits}f} GB"
+
+
+def format_gibibytes(gibibytes: Gibibytes, digits: int = 0) -> str:
+    """Formats GiB with their unit, such as ``74.5 GiB``."""
+    return f"{gibibytes:,.{digits}f} GiB"
 
 
 def format_binary_bytes(num_bytes: float) -> str:

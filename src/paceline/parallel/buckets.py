@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.accounting.bucket_division import bucket_lengths
+from paceline.accounting.bucket_division import aligned, bucket_lengths
 from paceline.core.errors import PacelineError
-
-_ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
 
 
 class GradientError(PacelineError):
@@ -104,12 +102,6 @@ def place_tensors(
         slots.append(Slot(index, offset, num_elements))
         offset += aligned(num_elements, dtype.itemsize)
     return BucketPlan(dtype, device, tuple(slots), offset)
-
-
-def aligned(num_elements: int, itemsize: int) -> int:
-    """Rounds up to what may be followed by another tensor."""
-    alignment = _ALIGNMENT_BYTES // itemsize
-    return -(-num_elements // alignment) * alignment
 
 
 def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:

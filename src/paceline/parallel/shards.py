@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.accounting.bucket_division import aligned
 from paceline.accounting.dealing import deal_out
 from paceline.parallel.buckets import (
     BucketPlan,
     Slot,
     TensorSpec,
-    aligned,
     place_tensors,
     plan_buckets,
 )

@@ -7,7 +7,7 @@ one for each width and format, in which an implementation always has the same co
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from paceline.accounting.attention import AttentionKind
+from paceline.core.specs import AttentionKind
 from paceline.core.units import MIB
 from paceline.records import Record
 from paceline.reports.figures import COLORS, GRAY, new_figure, subtitle

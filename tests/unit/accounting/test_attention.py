@@ -11,8 +11,8 @@ from paceline.accounting import (
     minimum_attention_bytes,
     tiled_attention_peak_bytes,
 )
-from paceline.accounting.attention import AttentionKind
 from paceline.core import BatchShape
+from paceline.core.specs import AttentionKind
 from paceline.core.units import MIB
 
 FLASH = [kind for kind in get_args(AttentionKind) if kind != "naive"]

@@ -1,10 +1,18 @@
+import dataclasses
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters
-from paceline.accounting.memory_plan import explain_memory, fewest_ranks, peak_bytes
-from paceline.core import BatchShape, find_device, model_preset
+from paceline.accounting.memory_plan import (
+    StepPlan,
+    explain_memory,
+    fewest_ranks,
+    memory_table,
+    peak_bytes,
+)
+from paceline.core import BatchShape, find_device, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 
 BATCH = BatchShape(num_sequences=4, context_length=128)
@@ -12,6 +20,7 @@ SMALL = model_preset("small")
 
 
 @pytest.mark.parametrize("strategy", ["sharded_optimizer", "sharded", "fully_sharded"])
+@settings(max_examples=25, deadline=None)
 @given(gibibytes=st.floats(0.5, 4))
 def test_one_rank_fewer_would_not_fit(strategy: StrategyName, gibibytes: float) -> None:
     memory = gibibytes * 2**30
@@ -31,7 +40,9 @@ def test_what_no_strategy_divides_fits_on_one_rank_or_on_none() -> None:
 
 def test_the_parts_add_up_and_the_device_is_named() -> None:
     xl = model_preset("xl")
-    explanation = explain_memory(xl, BATCH, "sharded", 2, device=find_device("rtx-3090"))
+    device = find_device("rtx-3090")
+    plan = StepPlan(shape=xl, batch=BATCH, strategy="sharded")
+    explanation = explain_memory(plan, 2, device=device)
     values = explanation.values
     for instant in ("after_init", "before_step", "after_step"):
         parts = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
@@ -42,5 +53,39 @@ def test_the_parts_add_up_and_the_device_is_named() -> None:
     )
     assert peak_bytes(xl, BATCH, "sharded", int(values["fewest_ranks"])) <= 24e9
     assert "RTX 3090" in explanation.render()
-    too_large = explain_memory(xl, BATCH, "torch_ddp", 2, device=find_device("rtx-3090"))
+    too_large = explain_memory(dataclasses.replace(plan, strategy="torch_ddp"), 2, device=device)
     assert "no number of ranks is enough" in too_large.render()
+
+
+def test_formats_and_scores_are_in_the_working() -> None:
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="torch_ddp")
+    low = dataclasses.replace(plan, precision=precision_preset("bfloat16"))
+    scored = dataclasses.replace(plan, attention="naive")
+    # With so few tokens, the copies of weights take more than the activations save.
+    assert plan.peak_bytes(2) < low.peak_bytes(2)
+    many = BatchShape(num_sequences=16, context_length=512)
+    low_many, plan_many, scored_many = (
+        dataclasses.replace(one, batch=many).peak_bytes(2) for one in (low, plan, scored)
+    )
+    assert low_many < plan_many < scored_many
+    explanation = explain_memory(low, 2)
+    # Two bytes for every weight of a matrix, the head's among them.
+    weights = count_parameters(SMALL).total - 25 * SMALL.d_model - 10_000 * SMALL.d_model
+    assert explanation.values["saved_weight_copy_bytes"] == 2 * weights
+    assert "autocast to bfloat16" in explanation.render()
+    assert "stores all scores" in explain_memory(scored, 2).render()
+
+
+def test_the_table_has_a_row_per_part_and_a_column_per_instant() -> None:
+    instants = StepPlan(shape=SMALL, batch=BATCH, strategy="none").instants(1)
+    lines = memory_table(instants).splitlines()
+    assert lines[0].split("  ")[-1].strip() == "after step"
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "buffers",
+        "activations",
+        "total",
+    ]
+    assert lines[1].count("490.67 MiB") == 3

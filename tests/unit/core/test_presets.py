@@ -5,7 +5,9 @@ from paceline.core import UsageError, model_preset, preset_names
 
 PARAMETERS = {
     "small": 128_625_408,
+    "bytes-6M": 6_425_856,
     "bytes-34M": 33_825_280,
+    "words-44M": 43_676_928,
     "medium": 423_183_360,
     "large": 969_411_840,
     "xl": 1_998_235_200,

@@ -6,10 +6,18 @@ from paceline.core.units import (
     GIB,
     MB,
     MIB,
+    Gibibytes,
+    Gigabytes,
+    bytes_of_gibibytes,
+    bytes_of_gigabytes,
     format_binary_bytes,
     format_decimal,
+    format_gibibytes,
+    format_gigabytes,
     format_seconds,
     parse_bytes,
+    to_gibibytes,
+    to_gigabytes,
 )
 
 
@@ -24,6 +32,21 @@ def test_decimal_and_binary_units_differ() -> None:
 )
 def test_binary_bytes(num_bytes: float, text: str) -> None:
     assert format_binary_bytes(num_bytes) == text
+
+
+def test_eighty_of_either_are_not_the_same() -> None:
+    assert bytes_of_gigabytes(Gigabytes(80)) == 80 * GB
+    assert bytes_of_gibibytes(Gibibytes(80)) == 80 * GIB
+    assert format_gigabytes(to_gigabytes(80 * GB)) == "80 GB"
+    assert format_gibibytes(to_gibibytes(80 * GB), 1) == "74.5 GiB"
+    assert format_gigabytes(to_gigabytes(80 * GIB), 1) == "85.9 GB"
+
+
+def test_a_type_checker_keeps_them_apart() -> None:
+    # mypy runs over the tests, and complains of an ignored error that there is not.
+    format_gigabytes(to_gibibytes(GIB))  # type: ignore[arg-type]
+    format_gibibytes(to_gigabytes(GB))  # type: ignore[arg-type]
+    bytes_of_gibibytes(80.0)  # type: ignore[arg-type]
 
 
 def test_decimal_prefixes() -> None:

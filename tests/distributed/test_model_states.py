@@ -1,0 +1,148 @@
+"""States and peaks of steps under every strategy, against the tensors that ranks really hold."""
+
+import gc
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import pytest
+import torch
+
+from paceline.accounting import parameter_sizes, step_memory
+from paceline.accounting.model_states import MemoryParts, rank_state_bytes
+from paceline.benchmarks.config import PrecisionName, StepCase
+from paceline.benchmarks.data_parallel_config import Variant
+from paceline.benchmarks.memory import storage_bytes
+from paceline.benchmarks.optimizer import OptimizerMeasurement, OptimizerStep
+from paceline.benchmarks.optimizer_config import OptimizerCase
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+    precision_preset,
+)
+from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.parallel import RankPool
+from paceline.parallel.sharded_data_parallel import ShardedDataParallel
+
+Pools = Callable[[int], RankPool]
+
+# Odd widths: hardly a tensor is a multiple of what tensors are aligned to, or of the ranks.
+ODD = ModelShape(
+    vocab_size=54,
+    d_model=7,
+    d_ff=11,
+    num_layers=3,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=6,
+    max_context_length=16,
+)
+BUCKET_SIZES_MB: dict[StrategyName, float] = dict.fromkeys(BUCKET_STRATEGIES, 0.002)
+"""So that there are several buckets, each with its filling."""
+SMALL = ModelShape(
+    vocab_size=500, d_model=64, d_ff=256, num_layers=4, num_heads=4, max_context_length=64
+)
+BATCH = BatchShape(num_sequences=4, context_length=64)
+
+
+def _case(
+    shape: ModelShape,
+    batch: BatchShape,
+    precision: PrecisionName = "float32",
+    checkpointing: Literal["none", "full"] = "none",
+    attention: AttentionImplementation = "sdpa",
+) -> StepCase:
+    return StepCase(
+        model="test",
+        shape=shape,
+        batch=batch,
+        phase="train",
+        precision=precision,
+        compilation="none",
+        activation_checkpointing=checkpointing,
+        attention=attention,
+        device="cpu",
+        warmup=1,
+        steps=1,
+        time_limit_s=60.0,
+    )
+
+
+def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ...]:
+    """Returns the bytes of this rank's parameters, gradients and optimizer state after steps."""
+    case = _case(ODD, BatchShape(num_sequences=2, context_length=5))
+    variant = Variant(strategy=strategy, bucket_size_mb=BUCKET_SIZES_MB.get(strategy))
+    step = OptimizerStep(case, variant, torch.device("cpu"))
+    for _ in range(2):
+        step.run()
+    step.forward_and_backward()
+    held = step.named_bytes()
+    if strategy == "sharded_per_bucket":
+        # It steps in backward, when no optimizer has gradients any longer; their memory stays.
+        assert isinstance(step.model, ShardedDataParallel)
+        held["gradients"] += storage_bytes(bucket.gradient for bucket in step.model._buckets)
+    return tuple(held.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", get_args(StrategyName))
+def test_states_are_the_bytes_of_the_tensors_of_every_rank(
+    rank_pool: Pools, strategy: StrategyName, world_size: int
+) -> None:
+    assert sum(parameter_sizes(ODD)) % 4
+    size = BUCKET_SIZES_MB.get(strategy, 25.0)
+    states = rank_state_bytes(ODD, Precision(), strategy, world_size, bucket_size_mb=size)
+    predicted = zip(states.parameters, states.gradients, states.optimizer_state, strict=True)
+    measured = rank_pool(world_size).run(_held, strategy)
+    assert measured == [tuple(map(int, parts)) for parts in predicted]
+
+
+def _memory(
+    _rank: int, _world_size: int, case: StepCase, strategy: StrategyName
+) -> dict[str, MemoryParts]:
+    size = 25.0 if strategy in BUCKET_STRATEGIES else None
+    variant = Variant(strategy=strategy, bucket_size_mb=size)
+    gc.collect()  # What the last strategy has left must not vanish while this one is measured.
+    measurement = OptimizerMeasurement(
+        OptimizerCase(step=case, variant=variant), torch.device("cpu")
+    )
+    memory = measurement.result().memory
+    del measurement
+    gc.collect()
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "checkpointing", "attention"),
+    [
+        ("none", "float32", "none", "naive"),
+        ("bucketed", "float32", "none", "sdpa"),
+        ("torch_ddp", "bfloat16", "none", "sdpa"),
+        ("sharded", "float32", "none", "sdpa"),
+        ("sharded", "float32", "full", "sdpa"),
+        ("fully_sharded", "float32", "none", "sdpa"),
+        ("fully_sharded", "float32", "full", "sdpa"),
+        ("torch_fsdp2", "float32", "none", "sdpa"),
+    ],
+)
+def test_the_peak_on_two_ranks(
+    rank_pool: Pools,
+    strategy: StrategyName,
+    precision: PrecisionName,
+    checkpointing: Literal["none", "full"],
+    attention: AttentionImplementation,
+) -> None:
+    predicted = step_memory(
+        SMALL,
+        BATCH,
+        precision_preset(precision),
+        strategy,
+        2,
+        activation_checkpointing=checkpointing,
+        attention=attention,
+    )
+    case = _case(SMALL, BATCH, precision, checkpointing, attention)
+    measured = rank_pool(2).run(_memory, case, strategy)[0]
+    for instant, parts in predicted.items():
+        assert parts.total == pytest.approx(measured[instant].total, rel=0.05), instant
