@@ -7,8 +7,11 @@ A test compares the tables with what is committed, so that docs and records cann
 
 import pathlib
 import sys
+from typing import TYPE_CHECKING
 
 from paceline.accounting import count_parameters, step_memory
+from paceline.accounting.ledger import Judgement, judge, leave_one_out
+from paceline.accounting.step_predictions import ledger_cases
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
@@ -16,7 +19,10 @@ from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.attention_scheme import plot_tiles
 from paceline.reports.attention_tables import implementations_table, kernels_table
+from paceline.reports.calibration_tables import repeats_table
 from paceline.reports.figures import save_figure
+from paceline.reports.ledger_plots import plot_ledger
+from paceline.reports.ledger_tables import ledger_table
 from paceline.reports.plots import draw
 from paceline.reports.predictions import with_predictions
 from paceline.reports.profile_tables import (
@@ -29,6 +35,9 @@ from paceline.reports.profile_tables import (
 from paceline.reports.sharding_scheme import plot_stages
 from paceline.reports.tables import Table, View, records_table, render_markdown
 from paceline.reports.timeline import plot_designs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EXPOSED = "exposed_communication_s"
 
@@ -215,12 +224,33 @@ def models_memory() -> str:
     return "\n".join(lines) + "\n"
 
 
+def judged_steps() -> tuple[list[Judgement], int]:
+    """Returns predicted steps beside measured ones, and how many of them count."""
+    counted, others = (
+        ledger_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
+        for name in ("step-ledger", "step-ledger-4-ranks")
+    )
+    return [*leave_one_out(counted), *judge(others, counted)], len(counted)
+
+
+def draw_judged_steps() -> "Figure":
+    """Draws predicted steps beside measured ones."""
+    judgements, counted = judged_steps()
+    return plot_ledger(judgements, counted=counted)
+
+
+DRAWN = {**SCHEMES, "step-ledger": draw_judged_steps}
+"""Pictures that are not a plot of one store."""
+
+
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
         f"{name}.md": render_markdown(_table(read(store), kind, view))
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
+    judgements, counted = judged_steps()
+    repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
     profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
@@ -228,6 +258,8 @@ def tables() -> dict[str, str]:
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),
+        "step-ledger.md": render_markdown(ledger_table(judgements, counted=counted)),
+        "calibration-repeats.md": render_markdown(repeats_table(repeated)),
     }
     return {**made, **profiled, **others}
 
@@ -239,8 +271,8 @@ def main() -> int:
         (TABLES / name).write_text(text, encoding="utf-8")
     for name, (store, plot) in PICTURE_SOURCES.items():
         save_figure(draw(plot, read(store)), IMAGES, name)
-    for name, draw_scheme in SCHEMES.items():
-        save_figure(draw_scheme(), IMAGES, name)
+    for name, make in DRAWN.items():
+        save_figure(make(), IMAGES, name)
     return 0
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paceline.accounting import parameter_sizes, step_memory
-from paceline.accounting.model_states import MemoryParts, rank_state_bytes
+from paceline.accounting.model_states import rank_state_bytes
+from paceline.accounting.step_memory import MemoryParts
 from paceline.benchmarks.config import PrecisionName, StepCase
 from paceline.benchmarks.data_parallel_config import Variant
 from paceline.benchmarks.memory import storage_bytes

@@ -11,13 +11,12 @@ from paceline.accounting.attention import (
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
 from paceline.accounting.memory import minimum_step_bytes
 from paceline.accounting.model_states import (
-    MemoryParts,
     ModelStates,
     model_state_bytes,
     parameter_sizes,
-    step_memory,
 )
 from paceline.accounting.parameters import ParameterCount, count_parameters
+from paceline.accounting.step_memory import MemoryParts, step_memory
 
 __all__ = [
     "AttentionFlops",

@@ -7,17 +7,25 @@ towards the end, so that each bucket has gone when the next is ready, and only t
 start no sooner than backward ends, is left to wait for. With that growth each bucket has gone in
 time where backward takes at least 1.5 times as long as communication.
 
-torch's DistributedDataParallel ends its first bucket when it holds a mebibyte, and any other when
-it holds as much as the cap: a bucket may be larger than that by its last tensor.
+torch's DistributedDataParallel ends a bucket when it holds as much as the cap, so that it may be
+larger by its last tensor. Only where no cap is given, it takes 25 MiB and ends the first bucket
+at one.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-EDGE_BYTES = 2**20
-"""With so much, the first and the last bucket are full."""
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
+from paceline.core.units import MIB
 
+EDGE_BYTES = MIB
+"""With so much, the first and the last bucket of ours are full."""
+
+_TORCH_FIRST_BYTES = MIB
 _GROWTH = 1.5
 _ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.
+
+Tensor = TypeVar("Tensor")
 
 
 def aligned(num_elements: int, element_bytes: int) -> int:
@@ -26,23 +34,29 @@ def aligned(num_elements: int, element_bytes: int) -> int:
     return -(-num_elements // alignment) * alignment
 
 
-def bucket_lengths(sizes: Sequence[int], cap_bytes: float | None) -> list[int]:
-    """Returns how many tensors each bucket of ours holds, in the order of their launch.
+def divide_into_buckets(
+    tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
+) -> list[Sequence[Tensor]]:
+    """Divides tensors of these bytes into our buckets, in the order of their launch.
 
     Without a cap there is one bucket; a cap of zero makes one per tensor.
     """
     if cap_bytes is None:
-        return [len(sizes)]
+        return [tensors]
     tail = _fill_groups(sizes[::-1], cap_bytes, stop_at_cap=True)
     head = _fill_groups(sizes[: len(sizes) - sum(tail)], cap_bytes)
-    return [*head, *reversed(tail)]
+    return _cut(tensors, [*head, *reversed(tail)])
 
 
-def torch_bucket_lengths(sizes: Sequence[int], cap_bytes: float) -> list[int]:
-    """Returns how many tensors each bucket of torch's DistributedDataParallel holds."""
+def divide_as_torch(
+    tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
+) -> list[Sequence[Tensor]]:
+    """Divides tensors of these bytes into the buckets of torch's DistributedDataParallel."""
+    enough = float(_TORCH_FIRST_BYTES) if cap_bytes is None else cap_bytes
+    if cap_bytes is None:
+        cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
     lengths: list[int] = []
     length = num_bytes = 0
-    enough = float(EDGE_BYTES)
     for size in sizes:
         length += 1
         num_bytes += size
@@ -50,7 +64,16 @@ def torch_bucket_lengths(sizes: Sequence[int], cap_bytes: float) -> list[int]:
             lengths.append(length)
             length = num_bytes = 0
             enough = cap_bytes
-    return [*lengths, length] if length else lengths
+    return _cut(tensors, [*lengths, length] if length else lengths)
+
+
+def _cut(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Tensor]]:
+    groups = []
+    start = 0
+    for length in lengths:
+        groups.append(tensors[start : start + length])
+        start += length
+    return groups
 
 
 def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:

@@ -15,6 +15,8 @@ from paceline.core.operations import Operation
 from paceline.records import CaseValue
 
 _NEIGHBOURS = 3
+_FARTHEST = math.log(16)
+"""Beyond a factor of 16 in one dimension, or of 4 in two at once, rates tell nothing."""
 
 _Cost = TypeVar("_Cost")
 
@@ -103,6 +105,12 @@ def nearest_times(
     distance, nearest = ranked[0]
     if distance == 0:
         return nearest.forward_s, nearest.backward_s
+    if distance > _FARTHEST:
+        raise UsageError(
+            f"nothing like {_dimensions_text(dimensions)} was calibrated, the nearest is "
+            f"{_dimensions_text(nearest.dimensions)}; run paceline calibrate with this model and "
+            "batch into the same store"
+        )
     weights = [1 / distance**2 for distance, _ in ranked]
 
     def seconds(times: list[float]) -> float:
@@ -118,6 +126,10 @@ def nearest_times(
 
 def _distance(first: tuple[int, ...], second: tuple[int, ...]) -> float:
     return math.dist([math.log(value) for value in first], [math.log(value) for value in second])
+
+
+def _dimensions_text(dimensions: tuple[int, ...]) -> str:
+    return " x ".join(str(dimension) for dimension in dimensions)
 
 
 def _require(costs: Mapping[str, _Cost], operation: Operation) -> _Cost:

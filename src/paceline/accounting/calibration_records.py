@@ -31,13 +31,24 @@ _ByQuantity: TypeAlias = dict[str, list[Record]]
 
 
 def calibrations(records: Iterable[Record]) -> list[Calibration]:
-    """Makes a calibration of each place in the records; of repeated ones, the last counts."""
-    latest = {tuple(run.place.values()): run for run in calibration_runs(records)}
-    return list(latest.values())
+    """Makes a calibration of each place in the records; of what was repeated, the last counts."""
+    places: dict[_Place, _ByQuantity] = {}
+    for place, run in _runs(records):
+        measured = places.setdefault(place, {})
+        for quantity, group in run.items():
+            # Shapes of several models add up; everything else is of the place.
+            keeps = measured.get(quantity, []) if quantity in (_FIRST, "attention") else []
+            measured[quantity] = [*keeps, *group]
+    return [_calibration(place, measured) for place, measured in places.items()]
 
 
 def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
     """Makes a calibration of every run in the records."""
+    return [_calibration(place, measured) for place, measured in _runs(records)]
+
+
+def _runs(records: Iterable[Record]) -> list[tuple[_Place, _ByQuantity]]:
+    """Returns the records of each run by quantity, in the order of their beginnings."""
     runs: list[tuple[_Place, _ByQuantity]] = []
     current: dict[_Place, _ByQuantity] = {}
     for record in records:
@@ -50,13 +61,10 @@ def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
             current[place] = {}
             runs.append((place, current[place]))
         current[place].setdefault(quantity, []).append(record)
-    return [
-        _calibration(dict(zip(PLACE_FIELDS, place, strict=True)), measured)
-        for place, measured in runs
-    ]
+    return runs
 
 
-def _calibration(place: dict[str, CaseValue], measured: _ByQuantity) -> Calibration:
+def _calibration(place: _Place, measured: _ByQuantity) -> Calibration:
     for quantity in (_FIRST, "attention", "stream", "copy", "call", "optimizer"):
         if quantity not in measured:
             raise UsageError(
@@ -68,11 +76,9 @@ def _calibration(place: dict[str, CaseValue], measured: _ByQuantity) -> Calibrat
 
     how = measured["attention"][-1].case
     return Calibration(
-        place=place,
-        linears=tuple(_timed(record, _LINEAR, linear_work) for record in measured[_FIRST]),
-        attentions=tuple(
-            _timed(record, _ATTENTION, attention_work) for record in measured["attention"]
-        ),
+        place=dict(zip(PLACE_FIELDS, place, strict=True)),
+        linears=_timed(measured[_FIRST], _LINEAR, linear_work),
+        attentions=_timed(measured["attention"], _ATTENTION, attention_work),
         stream_element_s=value("stream"),
         copy_element_s=value("copy"),
         forward_call_s=value("call", "forward_time_s"),
@@ -92,15 +98,18 @@ def _calibration(place: dict[str, CaseValue], measured: _ByQuantity) -> Calibrat
 
 
 def _timed(
-    record: Record, fields: Sequence[str], work: Callable[[tuple[int, ...]], float]
-) -> Timed:
-    dimensions = tuple(int(str(record.case[field])) for field in fields)
-    return Timed(
-        dimensions=dimensions,
-        work=work(dimensions),
-        forward_s=record.metrics["forward_time_s"].value,
-        backward_s=record.metrics["backward_time_s"].value,
-    )
+    records: Sequence[Record], fields: Sequence[str], work: Callable[[tuple[int, ...]], float]
+) -> tuple[Timed, ...]:
+    timed = {}
+    for record in records:
+        dimensions = tuple(int(str(record.case[field])) for field in fields)
+        timed[dimensions] = Timed(
+            dimensions=dimensions,
+            work=work(dimensions),
+            forward_s=record.metrics["forward_time_s"].value,
+            backward_s=record.metrics["backward_time_s"].value,
+        )
+    return tuple(timed.values())
 
 
 def _fits(records: Sequence[Record]) -> dict[str, CollectiveFit]:

@@ -79,9 +79,14 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
     errors = []
     for part in _parts(cuts, len(sizes)):
         latency, inverse = (float(value[0]) for value in _fit_line(sizes[part], times[None, part]))
-        errors.append(np.abs(latency + inverse * sizes[part] - times[part]) / times[part])
         latencies, inverses = _fit_line(sizes[part], draws[:, part])
         grows = inverse > 0 and bool((inverses > 0).all())
+        if not grows:
+            # What is left without a slope must not keep the latency of a line that had one.
+            inverse = 0.0
+            latency = float(_fit_constant(times[None, part])[0])
+            latencies = _fit_constant(draws[:, part])
+        errors.append(np.abs(latency + inverse * sizes[part] - times[part]) / times[part])
         segments.append(
             Segment(
                 smallest_bytes=float(sizes[part][0]),
@@ -173,9 +178,15 @@ def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
     latency = np.where(no_latency, 0.0, latency)
     inverse = np.where(no_latency, s / ss, inverse)
     flat = inverse <= 0
-    latency = np.where(flat, w / ww, latency)
+    latency = np.where(flat, _fit_constant(times), latency)
     inverse = np.where(flat, 0.0, inverse)
     return latency, inverse
+
+
+def _fit_constant(times: Array) -> Array:
+    """Fits one time, whatever the size, to each row of times."""
+    weights = 1 / times
+    return np.asarray(weights.sum(1) / (weights**2).sum(1))
 
 
 def _bootstrap_medians(samples: Sequence[Array]) -> Array:

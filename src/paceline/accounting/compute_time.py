@@ -51,14 +51,12 @@ class ComputeTime:
         """Returns the seconds of one field of `PieceTime` over all pieces and directions."""
         return sum(float(getattr(time, term)) for time in (*self.forward, *self.backward))
 
-    def arrivals_s(self) -> list[float]:
-        """Returns when each parameter's gradient is complete, from the start of backward."""
-        arrivals: list[float] = []
-        elapsed_s = 0.0
-        for piece, time in zip(reversed(self.pieces), reversed(self.backward), strict=True):
-            elapsed_s += time.total_s
-            arrivals += [elapsed_s] * len(piece.parameter_sizes)
-        return arrivals[::-1]
+    def completed_after(self) -> list[int]:
+        """Returns after how many pieces of backward each parameter's gradient is complete."""
+        completed: list[int] = []
+        for number, piece in enumerate(reversed(self.pieces), start=1):
+            completed += [number] * len(piece.parameter_sizes)
+        return completed[::-1]
 
 
 def compute_time(shape: ModelShape, batch: BatchShape, calibration: Calibration) -> ComputeTime:
@@ -92,17 +90,30 @@ def _piece_times(
         )
         attention = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
     backward_elements = tokens * piece.backward_elements + piece.backward_fixed_elements
-    return (
-        PieceTime(
-            products_s=products[0],
-            attention_s=attention[0],
-            stream_s=tokens * piece.forward_elements * calibration.stream_element_s,
-            calls_s=piece.forward_calls * calibration.forward_call_s,
-        ),
-        PieceTime(
-            products_s=products[1],
-            attention_s=attention[1],
-            stream_s=backward_elements * calibration.stream_element_s,
-            calls_s=piece.backward_calls * calibration.backward_call_s,
-        ),
+    calls = (
+        piece.forward_calls * calibration.forward_call_s,
+        piece.backward_calls * calibration.backward_call_s,
+    )
+    elements = (tokens * piece.forward_elements, backward_elements)
+    forward, backward = (
+        _direction(
+            products[direction],
+            attention[direction],
+            elements[direction] * calibration.stream_element_s,
+            calls[direction],
+            runs_behind=calibration.place["device"] != "cpu",
+        )
+        for direction in (0, 1)
+    )
+    return forward, backward
+
+
+def _direction(
+    products_s: float, attention_s: float, stream_s: float, calls_s: float, *, runs_behind: bool
+) -> PieceTime:
+    if runs_behind:
+        # A device that runs behind the program hides calls, as far as it has something to do.
+        calls_s = max(0.0, calls_s - products_s - attention_s - stream_s)
+    return PieceTime(
+        products_s=products_s, attention_s=attention_s, stream_s=stream_s, calls_s=calls_s
     )

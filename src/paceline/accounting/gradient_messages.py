@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.accounting.bucket_division import aligned, bucket_lengths, torch_bucket_lengths
+from paceline.accounting.bucket_division import aligned, divide_as_torch, divide_into_buckets
+from paceline.accounting.state_shares import cut_unit
 from paceline.core.errors import UsageError
-from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.core.operations import Operation
+from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 from paceline.core.units import MIB
 
-DEFAULT_BUCKET_MB = 25.0
 _FLOAT32_BYTES = 4
 _PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
 
@@ -16,47 +17,64 @@ _PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
 class Message(NamedTuple):
     """One message of a step."""
 
+    operation: Operation
     num_bytes: int
-    parameters: tuple[int, ...]
-    """Places in the model's list."""
+    parameters: Sequence[int]
+    """Whose gradients, by their places in the model's list; none for what is told beside them."""
 
 
 def gradient_messages(
-    strategy: StrategyName, parameter_sizes: Sequence[int], bucket_size_mb: float | None
+    strategy: StrategyName,
+    parameter_sizes: Sequence[int],
+    world_size: int,
+    bucket_size_mb: float | None = None,
 ) -> list[Message]:
     """Returns the messages of a step in float32, in the order of their launch.
 
     Args:
-        strategy: One that averages gradients, all or their owners' share.
+        strategy: One that averages gradients, on all ranks or on their owners.
         parameter_sizes: Elements of each parameter, in the model's order.
+        world_size: Ranks.
         bucket_size_mb: Largest bucket in MiB; None for the strategy's own default.
     """
     if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")
-    cap_bytes = (bucket_size_mb or DEFAULT_BUCKET_MB) * MIB
+    cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
     places = range(len(parameter_sizes) - 1, -1, -1)
-    if strategy in ("torch_ddp", "torch_zero", "torch_zero_view"):
+    if strategy == "torch_ddp":
         sizes = [_FLOAT32_BYTES * parameter_sizes[place] for place in places]
         return [
-            Message(sum(_FLOAT32_BYTES * parameter_sizes[place] for place in group), group)
-            for group in _groups(places, torch_bucket_lengths(sizes, cap_bytes))
+            Message("all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group)
+            for group in divide_as_torch(places, sizes, cap_bytes)
         ]
     filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
-    cap: float | None = 0.0 if strategy in _PER_PARAMETER else cap_bytes
-    if strategy == "flat":
-        cap = None
-    lengths = bucket_lengths([_FLOAT32_BYTES * filled[place] for place in places], cap)
+    if strategy in _PER_PARAMETER:
+        cap_bytes = 0.0
+    elif strategy != "flat" and cap_bytes is None:
+        cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
+    groups = divide_into_buckets(
+        places, [_FLOAT32_BYTES * filled[place] for place in places], cap_bytes
+    )
+    if strategy == "sharded":
+        return _to_owners(groups, parameter_sizes, world_size)
     # Behind the gradients, one number per parameter tells whether this rank has one.
     return [
-        Message(_FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)), group)
-        for group in _groups(places, lengths)
+        Message(
+            "all_reduce",
+            _FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)),
+            group,
+        )
+        for group in groups
     ]
 
 
-def _groups(places: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    groups = []
-    start = 0
-    for length in lengths:
-        groups.append(tuple(places[start : start + length]))
-        start += length
-    return groups
+def _to_owners(
+    groups: Sequence[Sequence[int]], parameter_sizes: Sequence[int], world_size: int
+) -> list[Message]:
+    """Returns buckets filled up to equal shares, and what tells which gradients any rank has."""
+    messages = []
+    for group in groups:
+        unit = [parameter_sizes[place] for place in group]
+        share = cut_unit(unit, world_size, _FLOAT32_BYTES).share
+        messages.append(Message("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group))
+    return [*messages, Message("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ())]

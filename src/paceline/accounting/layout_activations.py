@@ -91,6 +91,18 @@ def blocks_under_way(layouts: Layouts, workload: Workload) -> Any:
     return workload.shape.num_layers * np.minimum(passes, most)
 
 
+def last_stage_blocks(layouts: Layouts, workload: Workload) -> Any:
+    """Returns how many blocks' activations of one micro-batch the last stage keeps at most.
+
+    Its own, and with interleaving those of its earlier parts, through which the following
+    micro-batches go before the last part's first backward: (v - 1) p + 1 parts of L / (p v).
+    """
+    stages, parts = layouts.pipeline, layouts.pipeline_interleave
+    passes = ((parts - 1) * stages + 1) / (stages * parts)
+    most = np.asarray(workload.num_micro_batches) / stages
+    return workload.shape.num_layers * np.minimum(passes, most)
+
+
 def layout_activation_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what the first stage keeps for backward when most is under way."""
     tokens = workload.tokens / layouts.context

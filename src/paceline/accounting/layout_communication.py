@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.layout_arrays import CHECKPOINTING, Layouts, Workload
+from paceline.accounting.layout_arrays import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
 from paceline.accounting.link_tiers import Span, Tiers, collective_time_s, send_time_s
 
 
@@ -98,8 +98,16 @@ def gradient_time_s(
 def gather_time_s(
     layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: float
 ) -> Any:
-    """Returns the seconds in which a device gathers its parameters once; 0 where none are away."""
-    size = workload.compute_bytes * num_parameters / layouts.model_devices
+    """Returns the seconds in which a device gathers its parameters once; 0 where none are away.
+
+    What was updated comes in the parameters' own format; what is away is gathered for computing.
+    """
+    element_bytes = np.where(
+        layouts.stage == SHARDING_STAGES["parameters"],
+        workload.compute_bytes,
+        workload.parameter_bytes,
+    )
+    size = element_bytes * num_parameters / layouts.model_devices
     gathered = collective_time_s("all_gather", spans.shard, size)
     return np.where(layouts.stage > 0, gathered, 0.0)
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from paceline.accounting.layout_activations import (
     block_bytes_per_token,
+    last_stage_blocks,
     layout_activation_bytes,
     logit_bytes,
     recomputed_bytes,
@@ -105,8 +106,7 @@ def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     """Returns what one device holds at the peak, on the stage that holds most."""
     first = layout_activation_bytes(layouts, workload)
     tokens = workload.tokens / layouts.context
-    layers = workload.shape.num_layers / layouts.pipeline
-    last = block_bytes_per_token(layouts, workload) * tokens * layers
+    last = block_bytes_per_token(layouts, workload) * tokens * last_stage_blocks(layouts, workload)
     peak = np.maximum(
         first + recomputed_bytes(layouts, workload), last + logit_bytes(layouts, workload)
     )

@@ -32,7 +32,8 @@ COVERAGE = 0.9
 _PRIOR_SPREAD = 0.5
 _ERROR_SPREAD = 0.08
 _LEAST_FACTOR = 0.1
-_FEWEST_CASES = 10
+FEWEST_CASES = 10
+"""To judge a prediction by."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,10 +99,10 @@ class Verdict:
 
 def fit_correction(cases: Sequence[Case]) -> Correction:
     """Learns factors from cases, and an interval from how each is predicted by the others."""
-    if len(cases) < _FEWEST_CASES:
+    if len(cases) < FEWEST_CASES:
         raise UsageError(
             f"{len(cases)} measured cases are too few to judge predictions by; "
-            f"measure at least {_FEWEST_CASES} beside the one that is predicted"
+            f"measure at least {FEWEST_CASES} beside the one that is predicted"
         )
     rows = np.stack([_grouped(case.terms) / case.measured_s for case in cases])
     factors = _factors(rows)
@@ -124,6 +125,16 @@ def leave_one_out(cases: Sequence[Case]) -> list[Judgement]:
         for index, case in enumerate(cases)
         for judgement in judge([case], [*cases[:index], *cases[index + 1 :]])
     ]
+
+
+def leave_group_out(cases: Sequence[Case], label: str) -> list[Judgement]:
+    """Judges all cases with the same label, such as a model, by what all others teach."""
+    judgements = []
+    for value in dict.fromkeys(case.labels[label] for case in cases):
+        held_out = [case for case in cases if case.labels[label] == value]
+        others = [case for case in cases if case.labels[label] != value]
+        judgements += judge(held_out, others)
+    return judgements
 
 
 def judge(cases: Sequence[Case], others: Sequence[Case]) -> list[Judgement]:

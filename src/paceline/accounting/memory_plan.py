@@ -1,11 +1,10 @@
 """The memory of a training step under a strategy, explained, and how many devices it takes."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from paceline.accounting.activations import Checkpointing, saved_for_backward
 from paceline.accounting.explanation import Explanation, Step
-from paceline.accounting.model_states import MemoryParts, step_memory
+from paceline.accounting.step_memory import MemoryParts, step_memory
 from paceline.core.hardware import Device
 from paceline.core.specs import (
     AttentionImplementation,
@@ -13,7 +12,7 @@ from paceline.core.specs import (
     ModelShape,
     Precision,
 )
-from paceline.core.strategies import SHARDED_STATE, StrategyName
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, SHARDED_STATE, StrategyName
 from paceline.core.units import format_binary_bytes, format_gigabytes, to_gigabytes
 
 _MOST_RANKS = 2**14
@@ -30,6 +29,8 @@ class StepPlan:
     checkpointing: Checkpointing = "none"
     attention: AttentionImplementation = "sdpa"
     precision: Precision = dataclasses.field(default_factory=Precision)
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
+    """In MiB, for strategies that have buckets."""
 
     def instants(self, world_size: int) -> dict[str, MemoryParts]:
         """Returns what the fullest rank holds at each instant of the step."""
@@ -41,6 +42,7 @@ class StepPlan:
             world_size,
             activation_checkpointing=self.checkpointing,
             attention=self.attention,
+            bucket_size_mb=self.bucket_size_mb,
         )
 
     def peak_bytes(self, world_size: int) -> int:
@@ -63,30 +65,6 @@ class StepPlan:
             fits = self.peak_bytes(middle) <= memory_bytes
             too_few, enough = (too_few, middle) if fits else (middle, enough)
         return enough
-
-
-def peak_bytes(
-    shape: ModelShape,
-    batch: BatchShape,
-    strategy: StrategyName,
-    world_size: int,
-    checkpointing: Checkpointing = "none",
-) -> int:
-    """Returns the most that the fullest rank holds in a step in float32."""
-    plan = StepPlan(shape=shape, batch=batch, strategy=strategy, checkpointing=checkpointing)
-    return plan.peak_bytes(world_size)
-
-
-def fewest_ranks(
-    shape: ModelShape,
-    batch: BatchShape,
-    strategy: StrategyName,
-    memory_bytes: float,
-    checkpointing: Checkpointing = "none",
-) -> int | None:
-    """Returns the smallest number of ranks on which a step fits; None where no number is enough."""
-    plan = StepPlan(shape=shape, batch=batch, strategy=strategy, checkpointing=checkpointing)
-    return plan.fewest_ranks(memory_bytes)
 
 
 def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
@@ -148,28 +126,6 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
         steps=tuple(steps),
         values=values,
     )
-
-
-def memory_table(instants: Mapping[str, MemoryParts]) -> str:
-    """Returns what is held as text, a row per part and a column per instant."""
-    names = [field.name for field in dataclasses.fields(MemoryParts)]
-    rows = [["", *(instant.replace("_", " ") for instant in instants)]]
-    rows += [
-        [name.replace("_", " "), *(_format(getattr(held, name)) for held in instants.values())]
-        for name in [*names, "total"]
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _format(num_bytes: int) -> str:
-    return format_binary_bytes(num_bytes) if num_bytes else "-"
 
 
 def _describe(precision: Precision) -> str:

@@ -1,4 +1,4 @@
-"""What a device holds of a model while it trains, and at the three instants of a step.
+"""What a device holds of a model while it trains: parameters, gradients, optimizer state.
 
 With AdamW in the formats of a `Precision`, P parameters in T tensors, on n ranks:
 
@@ -20,45 +20,21 @@ That is the rule; the numbers here are those of the tensors that ranks really ho
                       parameters and gradients are filled up to as many, moments are not
 
 Ranks differ by what their shares hold; the rank that holds most is what is told.
-
-Over a step, beside the states:
-
-    buffers       the tables of rotary positions, and tokens and targets of the batch. Until the
-                  first backward there are no gradients, but a container's buckets for them are
-                  there from the start
-    activations   see `paceline.accounting.activations`; AdamW's fused step needs nothing more.
-                  Without buckets, gradients appear as activations go, and the peak is the larger
-                  of the two at either end of backward
-
-What is under way counts as activations too, if communication keeps up with backward. Where
-gradients go to owners, a message of a bucket's size is there from its first gradient to its last,
-and then the others' parts of this rank's share arrive. Where parameters are divided, messages are
-of layers, and the layers that are gathered come on top. Slow communication adds to that, up to
-all gradients twice.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.accounting.activations import (
-    Checkpointing,
-    GradientMessage,
-    activation_peaks,
-)
-from paceline.accounting.bucket_division import aligned, bucket_lengths
+from paceline.accounting.bucket_division import aligned, divide_into_buckets
 from paceline.accounting.dealing import deal_out
 from paceline.accounting.state_shares import cut_unit
-from paceline.core.specs import (
-    AttentionImplementation,
-    BatchShape,
-    ModelShape,
-    Precision,
-    bytes_per_element,
-)
+from paceline.core.specs import ModelShape, Precision, bytes_per_element
 from paceline.core.strategies import (
+    DEFAULT_BUCKET_SIZE_MB,
     SHARDED_GRADIENTS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
@@ -66,11 +42,9 @@ from paceline.core.strategies import (
 )
 from paceline.core.units import MIB
 
-_BUCKET_SIZE_MB = 25.0
 _COUNTER_BYTES = 4
-_TABLE_BYTES = 4
-_TENSORS_PER_BLOCK = 9
-_TOKEN_BYTES = 8
+TENSORS_PER_BLOCK = 9
+"""Parameters of one block of `TransformerLM`."""
 _OWN_BUCKETS: tuple[StrategyName, ...] = (
     "naive",
     "flat",
@@ -78,29 +52,6 @@ _OWN_BUCKETS: tuple[StrategyName, ...] = (
     "bucketed",
     "sharded_optimizer",
 )
-# How many layers are gathered before they are needed.
-_LAYERS_AHEAD: dict[StrategyName, int] = {"fully_sharded": 2, "torch_fsdp2": 1}
-
-INSTANTS = ("after_init", "before_step", "after_step")
-"""When model, container and optimizer are made; the peaks before and in the optimizer's step."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryParts:
-    """Bytes of one device at one instant, by what they hold."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    buffers: int
-    """What else outlives a step: the model's tables, the batch, what a container keeps."""
-    activations: int
-    """What the peak holds beyond the others."""
-
-    @property
-    def total(self) -> int:
-        """All parts together."""
-        return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +86,7 @@ def model_state_bytes(
     strategy: StrategyName,
     world_size: Any,
     *,
-    bucket_size_mb: float = _BUCKET_SIZE_MB,
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
     """Returns what one device keeps of the model; on the rank that keeps most.
 
@@ -164,14 +115,14 @@ def model_state_bytes(
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=64)
 def rank_state_bytes(
     shape: ModelShape,
     precision: Precision,
     strategy: StrategyName,
     world_size: int,
     *,
-    bucket_size_mb: float = _BUCKET_SIZE_MB,
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
     """Returns what every rank keeps of the model, as arrays by rank."""
     sizes = parameter_sizes(shape)
@@ -227,7 +178,7 @@ def _elements_held(
     element_bytes = bytes_per_element(precision.parameters)
     units = [
         cut_unit(unit, world_size, element_bytes)
-        for unit in _units(shape, strategy, element_bytes, bucket_size_mb)
+        for unit in state_units(shape, strategy, element_bytes, bucket_size_mb)
     ]
     owned = sum(unit.num_owned for unit in units)
     shares = sum(unit.share for unit in units) * everywhere
@@ -241,24 +192,20 @@ def _elements_held(
     )
 
 
-def _units(
+def state_units(
     shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
     sizes = parameter_sizes(shape)
     if strategy in SHARDED_PARAMETERS:
-        last = 1 + shape.num_layers * _TENSORS_PER_BLOCK
-        blocks = [sizes[at : at + _TENSORS_PER_BLOCK] for at in range(1, last, _TENSORS_PER_BLOCK)]
+        last = 1 + shape.num_layers * TENSORS_PER_BLOCK
+        blocks = [sizes[at : at + TENSORS_PER_BLOCK] for at in range(1, last, TENSORS_PER_BLOCK)]
         return [[sizes[0]], *(block[::-1] for block in blocks), *([size] for size in sizes[last:])]
     backward = sizes[::-1]
     if strategy == "sharded_optimizer":
         return [backward]
     num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
-    units, start = [], 0
-    for length in bucket_lengths(num_bytes, bucket_size_mb * MIB):
-        units.append(backward[start : start + length])
-        start += length
-    return units
+    return divide_into_buckets(backward, num_bytes, bucket_size_mb * MIB)
 
 
 def _rows(shape: ModelShape, world_size: int) -> _Elements:
@@ -277,116 +224,3 @@ def _rows(shape: ModelShape, world_size: int) -> _Elements:
         num_moments=owned,
         num_counters=np.full(world_size, len(shapes)),
     )
-
-
-def step_memory(
-    shape: ModelShape,
-    batch: BatchShape,
-    precision: Precision,
-    strategy: StrategyName,
-    world_size: int,
-    *,
-    activation_checkpointing: Checkpointing = "none",
-    attention: AttentionImplementation = "sdpa",
-) -> dict[str, MemoryParts]:
-    """Predicts the memory of a step at its three instants, on the rank that holds most."""
-    states = model_state_bytes(shape, precision, strategy, world_size)
-    tables = shape.max_context_length * shape.head_width * _TABLE_BYTES
-    tokens = 2 * batch.tokens_per_pass * _TOKEN_BYTES
-    before = MemoryParts(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer_state=states.optimizer_state,
-        buffers=tables + tokens,
-        activations=_activations(
-            shape, batch, precision, strategy, world_size, activation_checkpointing, attention
-        ),
-    )
-    has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
-    return {
-        "after_init": dataclasses.replace(
-            before,
-            gradients=0,
-            optimizer_state=0,
-            buffers=before.buffers + (states.gradients if has_buckets else 0),
-            activations=0,
-        ),
-        "before_step": before,
-        "after_step": dataclasses.replace(before, activations=0),
-    }
-
-
-def _activations(
-    shape: ModelShape,
-    batch: BatchShape,
-    precision: Precision,
-    strategy: StrategyName,
-    world_size: int,
-    activation_checkpointing: Checkpointing,
-    attention: AttentionImplementation,
-) -> int:
-    """Returns what the peak before the optimizer's step holds beyond states and buffers."""
-    keeps_gradients = world_size == 1 or strategy == "none"
-    messages: tuple[GradientMessage, ...] = ()
-    if strategy in SHARDED_GRADIENTS:
-        keeps_gradients = False
-        messages = _messages(shape, precision, strategy, world_size)
-    peaks = activation_peaks(
-        shape,
-        batch,
-        activation_checkpointing,
-        precision=precision,
-        attention=attention,
-        keeps_gradients=keeps_gradients,
-        messages=messages,
-    )
-    gathered = (0, 0)
-    if strategy in SHARDED_PARAMETERS:
-        gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
-    peak = max(map(sum, zip(peaks, gathered, strict=True)))
-    if keeps_gradients or strategy in SHARDED_PARAMETERS:
-        # Gradients come as activations go: at the peak they are in it, or not there yet.
-        peak -= model_state_bytes(shape, precision, strategy, world_size).gradients
-    return max(peak, 0)
-
-
-def _messages(
-    shape: ModelShape, precision: Precision, strategy: StrategyName, world_size: int
-) -> tuple[GradientMessage, ...]:
-    """Returns the messages of a backward pass in their order."""
-    element_bytes = bytes_per_element(precision.gradients)
-    messages = []
-    units = _units(shape, strategy, element_bytes, _BUCKET_SIZE_MB)
-    for unit in units[::-1] if strategy in SHARDED_PARAMETERS else units:
-        share = cut_unit(unit, world_size, element_bytes).share * element_bytes
-        messages.append(
-            GradientMessage(
-                num_tensors=len(unit),
-                num_bytes=world_size * share,
-                arriving_bytes=(world_size - 1) * share,
-            )
-        )
-    return tuple(messages)
-
-
-def _gathered_bytes(
-    shape: ModelShape,
-    precision: Precision,
-    strategy: StrategyName,
-    activation_checkpointing: Checkpointing,
-) -> tuple[int, int]:
-    """Returns what layers take that are there in whole before backward's blocks, and in them."""
-    block = sum(parameter_sizes(shape)[1 : 1 + _TENSORS_PER_BLOCK])
-    matrix = shape.vocab_size * shape.d_model
-    num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
-    if strategy == "torch_fsdp2":
-        # What is no block is one layer, which stays gathered.
-        outside = matrix * (1 if shape.tied_embeddings else 2) + shape.d_model
-        first, later = outside, outside + num_blocks * block
-    else:
-        if activation_checkpointing == "full":
-            # Blocks that have run again are freed only when backward is over.
-            num_blocks = shape.num_layers
-        first, later = matrix, matrix + num_blocks * block
-    element_bytes = bytes_per_element(precision.parameters)
-    return element_bytes * first, element_bytes * later

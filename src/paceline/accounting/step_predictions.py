@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from paceline.accounting.calibration import Calibration
 from paceline.accounting.ledger import Case, Correction
 from paceline.accounting.strategy_time import StepTerms, strategy_step_terms
+from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
-from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS
+from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind
 
 STEP = "step_time_s"
 _MEASURED = "ddp"
+_ByKey: TypeAlias = dict[tuple[CaseValue, ...], Record]
 _TERMS = tuple(field.name for field in dataclasses.fields(StepTerms))
 
 
@@ -54,8 +57,8 @@ def predict_step(
 
 def ledger_cases(records: Iterable[Record]) -> list[Case]:
     """Joins predicted steps with their measurements; of repeated ones, the last counts."""
-    predicted: dict[tuple[CaseValue, ...], Record] = {}
-    measured: dict[tuple[CaseValue, ...], Record] = {}
+    predicted: _ByKey = {}
+    measured: _ByKey = {}
     for record in records:
         if record.outcome != "ok" or record.measured_kind.name != _MEASURED:
             continue
@@ -63,15 +66,34 @@ def ledger_cases(records: Iterable[Record]) -> list[Case]:
             measured[join_key(record)] = record
         elif all(term in record.metrics for term in _TERMS):
             predicted[join_key(record)] = record
+    joined = [key for key in predicted if key in measured]
+    if not joined:
+        raise UsageError(
+            f"none of {len(predicted)} predicted steps was measured, and none of {len(measured)} "
+            f"measured ones predicted{_first_difference(predicted, measured)}; run paceline plan "
+            "step and paceline bench ddp with the same model, batch, strategies and ranks"
+        )
     return [
         Case(
             labels=_labels(measured[key]),
-            terms={term: prediction.metrics[term].value for term in _TERMS},
+            terms={term: predicted[key].metrics[term].value for term in _TERMS},
             measured_s=measured[key].metrics[STEP].value,
         )
-        for key, prediction in predicted.items()
-        if key in measured
+        for key in joined
     ]
+
+
+def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
+    """Says in which fields the first prediction differs from the measurement most like it."""
+    if not predicted or not measured:
+        return ""
+    prediction = next(iter(predicted.values())).case
+    fields = find_kind(_MEASURED).join_key
+    differences = [
+        ", ".join(field for field in fields if prediction.get(field) != record.case.get(field))
+        for record in measured.values()
+    ]
+    return f" (the nearest differ in {min(differences, key=len) or 'their links'})"
 
 
 def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, CaseValue]:

@@ -14,9 +14,10 @@ its m micro-batches, in L / p layers. Per layer and micro-batch:
 
 and per step
 
-    imbalance     the stage that has most to do sets the pace: the last has the output layer and
-                  the loss beside its layers, and a division of L by p may leave a remainder
-    bubble        (p - 1) / (v m) of all of the above
+    imbalance     the stage that has most to do sets the pace of every micro-batch: the last has
+                  the output layer and the loss beside its layers, and a division of L by p may
+                  leave a remainder
+    bubble        (p - 1) / (v m) of what a stage does on average
     data          gradients averaged and parameters gathered, as far as the pass that they run
                   beside does not hide them; `hidden` is the share of a pass that can
     optimizer     bytes that updating one's own parameters reads and writes, over bandwidth

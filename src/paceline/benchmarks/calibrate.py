@@ -7,7 +7,6 @@ computing and communicating cost each other. A rank alone has only the first.
 
 import dataclasses
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +44,7 @@ _MOST_REPETITIONS = 10
 
 _SIZES = tuple(4 * KIB * 4**power for power in range(8))
 _CONTENTION_SIZE = 4 * MIB
+_FEWEST_SIZES = 3
 _PASSES = 3
 _REPETITIONS = 40
 _GRACE_S = 120.0
@@ -106,7 +106,7 @@ def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s:
     probes = make_probes(shapes, device)
     samples: Samples = {probe.name: {} for probe in probes}
     for probe in probes:
-        probe.run()
+        probe.run(1)
     repetitions = [_agree_on_repetitions(probe, device) for probe in probes]
     began = time.perf_counter()
     num_rounds = 0
@@ -115,10 +115,8 @@ def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s:
         order = random.Random(num_rounds).sample(range(len(probes)), len(probes))
         dist.barrier()
         for index in order:
-            runs = [probes[index].run() for _ in range(repetitions[index])]
-            for name in runs[0]:
-                mean_s = statistics.fmean(laps[name] for laps in runs)
-                samples[probes[index].name].setdefault(name, []).append(mean_s)
+            for name, seconds in probes[index].run(repetitions[index]).items():
+                samples[probes[index].name].setdefault(name, []).append(seconds)
         num_rounds += 1
         # The same on all ranks, so that all stop after the same round.
         (elapsed_s,) = reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, device)
@@ -131,7 +129,7 @@ def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s:
 def _agree_on_repetitions(probe: Probe, device: torch.device) -> int:
     """Returns how often to run a probe per sample, so that a sample is no blink of an eye."""
     began = time.perf_counter()
-    probe.run()
+    probe.run(1)
     (seconds,) = reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, device)
     return max(1, min(_MOST_REPETITIONS, round(_SAMPLE_S / seconds)))
 
@@ -158,7 +156,8 @@ def measure_sizes(
             )
             times = measure_collective(case, device)
             samples.setdefault(times.size_bytes, []).extend(times.samples)
-            if min(times.samples) > per_size_s:
+            # A line needs more than two points.
+            if min(times.samples) > per_size_s and len(samples) >= _FEWEST_SIZES:
                 sizes = sizes[: sizes.index(size) + 1]
                 break
     return samples

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from paceline.benchmarks.config import DeviceName, ShapeOverrides
 from paceline.benchmarks.data_parallel_config import require_ranks
-from paceline.core.errors import ShapeError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.operations import Operation
-from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.specs import BatchShape, ModelShape, require_buildable, require_context
 
 CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
     "all_reduce",
@@ -80,11 +80,8 @@ class CalibrationSweep:
         """Yields every model with every batch."""
         for name, num_sequences in itertools.product(self.model, self.batch):
             _, shape = self.shape.apply(name)
-            if self.context > shape.max_context_length:
-                raise ShapeError(
-                    f"--context {self.context} is longer than the {shape.max_context_length} "
-                    f"tokens that model {name!r} accepts"
-                )
+            require_buildable(shape)
+            require_context(name, shape, self.context)
             yield shape, BatchShape(num_sequences=num_sequences, context_length=self.context)
 
     def compute_shapes(self) -> ComputeShapes:

@@ -1,7 +1,9 @@
 """The parts of a training step that compute, each ready to be timed on its own.
 
-They use memory as a step does: weights and inputs are taken in turn from several, so that none is
-still in a cache from the time before, and results are kept for a while, as activations are.
+They use memory as a step does: weights and inputs of linear layers are taken in turn from several,
+so that none is still in a cache from the time before, and elementwise results are kept for a while,
+as activations are. A run repeats its part before it waits for the device, so that a GPU's queue is
+full as in training.
 """
 
 import itertools
@@ -9,13 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.benchmarks.calibrate_config import AttentionShape, ComputeShapes, LinearShape
 from paceline.benchmarks.measure import Stopwatch
-from paceline.core.units import MIB
+from paceline.core.errors import UsageError
+from paceline.core.units import MIB, format_binary_bytes
 from paceline.kernels.attention import attention
+from paceline.records.environment import physical_memory_bytes
 
 # More than what a core keeps close.
 _WEIGHTS_BYTES = 32 * MIB
@@ -33,8 +38,8 @@ class Probe(Protocol):
 
     name: str
 
-    def run(self) -> dict[str, float]:
-        """Runs it once and returns seconds, or seconds per unit, by name."""
+    def run(self, repetitions: int) -> dict[str, float]:
+        """Runs it repeatedly and returns the seconds of one time, or per unit, by name."""
 
 
 class LinearProbe:
@@ -50,17 +55,22 @@ class LinearProbe:
             itertools.cycle(weights), itertools.cycle(inputs), itertools.cycle(gradients)
         )
 
-    def run(self) -> dict[str, float]:
-        """Times one layer of a step."""
-        weight, x, gradient = next(self._next)
+    def run(self, repetitions: int) -> dict[str, float]:
+        """Times the layers of a step, one after the other."""
         watch = Stopwatch(self._device)
-        F.linear(x, weight)
+        for _ in range(repetitions):
+            weight, x, _gradient = next(self._next)
+            F.linear(x, weight)
         forward_s = watch.lap()
-        weight, x, gradient = next(self._next)
-        watch = Stopwatch(self._device)
-        torch.mm(gradient, weight)
-        torch.mm(gradient.t(), x)
-        return {"forward_time_s": forward_s, "backward_time_s": watch.lap()}
+        for _ in range(repetitions):
+            weight, x, gradient = next(self._next)
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), x)
+        backward_s = watch.lap()
+        return {
+            "forward_time_s": forward_s / repetitions,
+            "backward_time_s": backward_s / repetitions,
+        }
 
 
 class AttentionProbe:
@@ -82,14 +92,22 @@ class AttentionProbe:
         ]
         self._gradient = torch.randn_like(self._inputs[0])
 
-    def run(self) -> dict[str, float]:
-        """Times one layer's attention."""
-        watch = Stopwatch(self._device)
+    def run(self, repetitions: int) -> dict[str, float]:
+        """Times the attention of as many layers."""
         query, key, value = self._inputs
-        mixed = attention(query, key, value, causal=True, implementation="auto")
+        watch = Stopwatch(self._device)
+        mixed = [
+            attention(query, key, value, causal=True, implementation="auto")
+            for _ in range(repetitions)
+        ]
         forward_s = watch.lap()
-        torch.autograd.grad(mixed, self._inputs, self._gradient)
-        return {"forward_time_s": forward_s, "backward_time_s": watch.lap()}
+        for layer in mixed:
+            torch.autograd.grad(layer, self._inputs, self._gradient)
+        backward_s = watch.lap()
+        return {
+            "forward_time_s": forward_s / repetitions,
+            "backward_time_s": backward_s / repetitions,
+        }
 
 
 class StreamProbe:
@@ -101,14 +119,16 @@ class StreamProbe:
         self._device = device
         self._inputs = torch.randn(4, _STREAM_ELEMENTS, device=device)
 
-    def run(self) -> dict[str, float]:
+    def run(self, repetitions: int) -> dict[str, float]:
         """Times sums of two tensors: three passes over the elements each."""
         rows = self._inputs.unbind()
-        kept = []
         watch = Stopwatch(self._device)
-        for index in range(_STREAM_RESULTS):
-            kept.append(rows[index % 4] + rows[(index + 1) % 4])
-        return {"element_time_s": watch.lap() / (3 * _STREAM_RESULTS * _STREAM_ELEMENTS)}
+        for _ in range(repetitions):
+            kept = []
+            for index in range(_STREAM_RESULTS):
+                kept.append(rows[index % 4] + rows[(index + 1) % 4])
+        num_elements = repetitions * _STREAM_RESULTS * _STREAM_ELEMENTS
+        return {"element_time_s": watch.lap() / (3 * num_elements)}
 
 
 class CopyProbe:
@@ -121,11 +141,12 @@ class CopyProbe:
         self._source = torch.randn(_COPY_ELEMENTS, device=device)
         self._target = torch.empty_like(self._source)
 
-    def run(self) -> dict[str, float]:
-        """Times a copy: two passes over the elements."""
+    def run(self, repetitions: int) -> dict[str, float]:
+        """Times copies: two passes over the elements each."""
         watch = Stopwatch(self._device)
-        self._target.copy_(self._source)
-        return {"element_time_s": watch.lap() / (2 * _COPY_ELEMENTS)}
+        for _ in range(repetitions):
+            self._target.copy_(self._source)
+        return {"element_time_s": watch.lap() / (2 * repetitions * _COPY_ELEMENTS)}
 
 
 class CallProbe:
@@ -137,15 +158,16 @@ class CallProbe:
         self._device = device
         self._input = torch.zeros(1, device=device, requires_grad=True)
 
-    def run(self) -> dict[str, float]:
+    def run(self, repetitions: int) -> dict[str, float]:
         """Times a chain of operators, forward and backward, per operator."""
+        num_calls = repetitions * _CALLS
         watch = Stopwatch(self._device)
         x = self._input
-        for _ in range(_CALLS):
+        for _ in range(num_calls):
             x = x + self._input
         forward_s = watch.lap()
         torch.autograd.grad(x, self._input)
-        return {"forward_time_s": forward_s / _CALLS, "backward_time_s": watch.lap() / _CALLS}
+        return {"forward_time_s": forward_s / num_calls, "backward_time_s": watch.lap() / num_calls}
 
 
 class OptimizerProbe:
@@ -164,15 +186,18 @@ class OptimizerProbe:
         self._optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
         self._optimizer.step()
 
-    def run(self) -> dict[str, float]:
-        """Times a step, per parameter that it updates."""
+    def run(self, repetitions: int) -> dict[str, float]:
+        """Times steps, per parameter that they update."""
         watch = Stopwatch(self._device)
-        self._optimizer.step()
-        return {"element_time_s": watch.lap() / (_OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS)}
+        for _ in range(repetitions):
+            self._optimizer.step()
+        num_elements = repetitions * _OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS
+        return {"element_time_s": watch.lap() / num_elements}
 
 
 def make_probes(shapes: ComputeShapes, device: torch.device) -> Sequence[Probe]:
     """Returns a probe of every shape, and those that no shape makes a difference to."""
+    _require_room(shapes)
     general: list[Callable[[torch.device], Probe]] = [
         StreamProbe,
         CopyProbe,
@@ -184,6 +209,20 @@ def make_probes(shapes: ComputeShapes, device: torch.device) -> Sequence[Probe]:
         *(AttentionProbe(shape, device) for shape in shapes.attentions),
         *(make(device) for make in general),
     ]
+
+
+def _require_room(shapes: ComputeShapes) -> None:
+    """Refuses shapes that would not fit into the machine's memory beside those of other ranks."""
+    num_bytes = sum(
+        2 * 4 * (linear.tokens * (linear.inputs + linear.outputs) + linear.inputs * linear.outputs)
+        for linear in shapes.linears
+    )
+    memory_bytes = physical_memory_bytes()
+    if memory_bytes is not None and num_bytes * dist.get_world_size() > memory_bytes / 2:
+        raise UsageError(
+            f"the linear layers to time take {format_binary_bytes(num_bytes)} per rank, more than "
+            "half of this machine's memory; calibrate fewer or smaller models or batches"
+        )
 
 
 def _several(rows: int, columns: int, device: torch.device) -> list[Tensor]:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-from paceline.core.errors import ShapeError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.operations import Operation
 from paceline.core.presets import model_preset
 from paceline.core.specs import (
@@ -17,6 +17,7 @@ from paceline.core.specs import (
     ModelShape,
     Phase,
     require_buildable,
+    require_context,
 )
 from paceline.core.units import parse_bytes
 
@@ -140,11 +141,7 @@ class StepSweep:
         ):
             label, shape = self.shape.apply(name)
             require_buildable(shape)
-            if context > shape.max_context_length:
-                raise ShapeError(
-                    f"--context {context} is longer than the {shape.max_context_length} tokens "
-                    f"that model {name!r} accepts"
-                )
+            require_context(name, shape, context)
             yield StepCase(
                 model=label,
                 shape=shape,

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from paceline.benchmarks.communication import CollectiveTimes
 from paceline.core.operations import Operation
 from paceline.core.units import MIB
-from paceline.parallel.clocks import synchronize
 from paceline.parallel.collectives import mean_over_ranks
 from paceline.parallel.data_parallel import resolve_group
 from paceline.parallel.exchange import Pending, start_gathering, start_reduction
@@ -26,9 +25,10 @@ _MOST_MESSAGES = 300
 # Few and long: after a pause, ranks may share a core for a tenth of a second before the scheduler
 # parts them.
 _REPETITIONS = 4
-# A product takes two milliseconds of a core: between two, arrivals are noticed in time.
-_PRODUCT_WIDTH = 512
-_PRODUCTS_ALONE = 50
+# A product takes a quarter of a millisecond of a core: an arrival is noticed when one is over, and
+# what it is noticed late by is taken for a slowdown.
+_PRODUCT_WIDTH = 256
+_PRODUCTS_ALONE = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,12 @@ class _Together:
 
     def _multiply(self) -> None:
         torch.mm(self._factors[0], self._factors[1])
-        # On a GPU, products would otherwise only be queued.
-        synchronize(self._device)
+        self._wait_for_products()
+
+    def _wait_for_products(self) -> None:
+        """Waits for this program's stream alone: the device would also wait for messages."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def products_alone_s(self) -> float:
         """Returns the seconds of one product."""
@@ -82,7 +86,8 @@ class _Together:
         began = time.perf_counter()
         for _ in range(num_messages):
             self._start().wait()
-        synchronize(self._device)
+            # A wait on a GPU only makes its stream wait.
+            self._wait_for_products()
         return time.perf_counter() - began
 
     def together_s(self, num_messages: int) -> tuple[float, int]:
@@ -96,6 +101,7 @@ class _Together:
                 self._multiply()
                 num_products += 1
             pending.wait()
+            self._wait_for_products()
         return time.perf_counter() - began, num_products
 
 

@@ -18,6 +18,7 @@ from paceline.benchmarks.config import (
 from paceline.core.errors import UsageError
 from paceline.core.strategies import (
     BUCKET_STRATEGIES,
+    DEFAULT_BUCKET_SIZE_MB,
     BucketSize,
     StrategyName,
     require_unscaled,
@@ -60,7 +61,7 @@ class DataParallelSweep:
 
     strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed")
     """Strategies to compare; ratios are to the first."""
-    bucket_size_mb: tuple[BucketSize, ...] = (25.0,)
+    bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
     """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""
     world_size: int | None = None
     """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.accounting.model_states import INSTANTS, MemoryParts
+from paceline.accounting.step_memory import INSTANTS, MemoryParts
 from paceline.benchmarks.memory import (
     reset_resident_peak,
     resident_peak_bytes,

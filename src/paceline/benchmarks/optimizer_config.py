@@ -16,7 +16,12 @@ from paceline.benchmarks.config import (
 )
 from paceline.benchmarks.data_parallel_config import Variant, require_ranks
 from paceline.core.errors import UsageError
-from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName, require_unscaled
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    DEFAULT_BUCKET_SIZE_MB,
+    StrategyName,
+    require_unscaled,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ class OptimizerSweep:
         "torch_fsdp2",
     )
     """Strategies to measure, one after the other, so that a rank never holds two models."""
-    bucket_size_mb: float = 25.0
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB for the strategies that have buckets."""
     world_size: int | None = None
     """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,

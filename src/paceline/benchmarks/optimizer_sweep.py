@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.accounting.model_states import MemoryParts, step_memory
+from paceline.accounting.step_memory import MemoryParts, step_memory
 from paceline.benchmarks.devices import current_environment, resolve_device
 from paceline.benchmarks.optimizer import OptimizerResult, measure
 from paceline.benchmarks.optimizer_config import OptimizerCase, OptimizerSweep
@@ -11,6 +11,8 @@ from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, sweep_rank
 from paceline.benchmarks.strategy_step import strategy_case_fields
 from paceline.core.errors import PacelineError
 from paceline.core.specs import precision_preset
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
+from paceline.kernels import resolve_implementation
 from paceline.records import Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
 
@@ -83,9 +85,10 @@ def _memory_metrics(instants: dict[str, MemoryParts]) -> dict[str, Metric]:
 
 
 def _predict(case: OptimizerCase, world_size: int) -> dict[str, Metric] | None:
-    """Returns what the formulas expect, where they apply: float32 on a CPU."""
-    if case.step.precision != "float32" or resolve_device(case.step.device).type != "cpu":
+    """Returns what the formulas expect, where they apply: eager, on a CPU."""
+    if case.step.compilation != "none" or resolve_device(case.step.device).type != "cpu":
         return None
+    size = case.variant.bucket_size_mb
     return _memory_metrics(
         step_memory(
             case.step.shape,
@@ -94,5 +97,7 @@ def _predict(case: OptimizerCase, world_size: int) -> dict[str, Metric] | None:
             case.variant.strategy,
             world_size,
             activation_checkpointing=case.step.activation_checkpointing,
+            attention=resolve_implementation(case.step.attention, "cpu"),
+            bucket_size_mb=size if isinstance(size, float) else DEFAULT_BUCKET_SIZE_MB,
         )
     )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.core.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -22,6 +24,12 @@ class OutputOptions:
 
     json: bool = False
     """Print records as JSON Lines on stdout, and nothing else there."""
+
+
+def require_figure(path: pathlib.Path | None) -> None:
+    """Raises unless a picture can be written under this name, if any is asked for."""
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise UsageError(f"--figure {path} must end in .png or .svg")
 
 
 def print_record(record: "Record") -> None:

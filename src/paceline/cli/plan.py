@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions
+from paceline.cli.output import OutputOptions, require_figure
 from paceline.cli.plan_step import LedgerCommand, StepCommand, run_ledger, run_step
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
-from paceline.core.specs import BatchShape, precision_preset
-from paceline.core.strategies import StrategyName
+from paceline.core.specs import BatchShape, precision_preset, require_context
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, StrategyName
 from paceline.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class MemoryCommand:
     """The sixteen-bit formats are autocast over float32 weights."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
+    """Bucket size in MiB, for strategies that send buckets to owners."""
     device: str | None = None
     """A device of the hardware table whose memory it must fit."""
     figure: pathlib.Path | None = None
@@ -82,8 +84,9 @@ class MemoryCommand:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise UsageError("--world-size must be at least 1")
-        if self.figure is not None and self.figure.suffix not in (".png", ".svg"):
-            raise UsageError(f"--figure {self.figure} must end in .png or .svg")
+        if not self.bucket_size_mb > 0:
+            raise UsageError("--bucket-size-mb must be positive")
+        require_figure(self.figure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,27 +131,32 @@ def run(command: PlanCommand) -> int:
 
 def _explain_memory(question: MemoryCommand) -> "Explanation":
     """Tabulates and explains the memory of a step, and draws it where that is asked for."""
-    from paceline.accounting.memory_plan import StepPlan, explain_memory, memory_table
+    from paceline.accounting.memory_plan import StepPlan, explain_memory
+    from paceline.reports.memory_plan_tables import instants_text
 
+    shape = model_preset(question.model)
+    require_context(question.model, shape, question.context)
     plan = StepPlan(
-        shape=model_preset(question.model),
+        shape=shape,
         batch=BatchShape(num_sequences=question.batch, context_length=question.context),
         strategy=question.strategy,
         checkpointing=question.activation_checkpointing,
         attention=question.attention,
         precision=precision_preset(question.precision),
+        bucket_size_mb=question.bucket_size_mb,
     )
     device = None if question.device is None else find_device(question.device)
     if question.figure is not None:
-        from paceline.reports.memory_plan_plots import plot_memory_plan, save_plan_figure
+        from paceline.reports.figures import save_as
+        from paceline.reports.memory_plan_plots import plot_memory_plan
 
         title = (
             f"{question.model} under {question.strategy}, fullest of {question.world_size} ranks"
         )
         figure = plot_memory_plan(plan.instants(question.world_size), title=title, device=device)
-        save_plan_figure(figure, question.figure)
+        save_as(figure, question.figure)
     if not question.output.json:
-        sys.stdout.write(memory_table(plan.instants(question.world_size)) + "\n\n")
+        sys.stdout.write(instants_text(plan.instants(question.world_size)) + "\n\n")
     return explain_memory(plan, question.world_size, device=device)
 
 

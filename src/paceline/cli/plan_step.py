@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions, print_record, stdout_console
+from paceline.cli.output import OutputOptions, print_record, require_figure, stdout_console
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
-from paceline.core.specs import BatchShape
-from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.core.specs import BatchShape, require_context
+from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 
 if TYPE_CHECKING:
     from paceline.accounting.ledger import Case
@@ -31,7 +31,7 @@ class StepCommand:
     """Presets."""
     strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
     """Strategies of paceline bench ddp; a rank alone has only none."""
-    bucket_size_mb: float = 25.0
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
     batch: tuple[int, ...] = (4,)
     """Sequences per rank and step."""
@@ -58,8 +58,13 @@ class LedgerCommand:
     judge: tuple[pathlib.Path, ...] = ()
     """Files with further cases, which are judged by the others but do not count."""
     figure: pathlib.Path | None = None
-    """Picture of all cases, as PNG, SVG or PDF."""
+    """Also draw all cases: a file that ends in .png or .svg."""
     output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise UsageError("name at least one file of records")
+        require_figure(self.figure)
 
 
 def run_step(command: StepCommand) -> int:
@@ -98,9 +103,11 @@ def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
 
     strategies: tuple[StrategyName, ...] = command.strategies if world_size > 1 else ("none",)
     for model, batch, strategy in itertools.product(command.model, command.batch, strategies):
+        shape = model_preset(model)
+        require_context(model, shape, command.context)
         yield PredictedCase(
             model=model,
-            shape=model_preset(model),
+            shape=shape,
             batch=BatchShape(num_sequences=batch, context_length=command.context),
             strategy=strategy,
             bucket_size_mb=command.bucket_size_mb if strategy in BUCKET_STRATEGIES else None,
@@ -110,6 +117,7 @@ def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
 def run_ledger(command: LedgerCommand) -> int:
     """Judges every case by the others."""
     from paceline.accounting.ledger import judge, leave_one_out, summarize
+    from paceline.reports.figures import save_as
     from paceline.reports.ledger_plots import plot_ledger
     from paceline.reports.ledger_tables import ledger_table
     from paceline.reports.tables import render_rich
@@ -126,7 +134,7 @@ def run_ledger(command: LedgerCommand) -> int:
     else:
         stdout_console().print(render_rich(ledger_table(judgements, counted=len(cases))))
     if command.figure is not None:
-        plot_ledger(judgements, counted=len(cases)).savefig(command.figure)
+        save_as(plot_ledger(judgements, counted=len(cases)), command.figure)
     return 0
 
 

@@ -173,6 +173,15 @@ def require_buildable(shape: ModelShape) -> None:
         raise ShapeError("TransformerLM needs attention heads and a vocabulary")
 
 
+def require_context(name: str, shape: ModelShape, context_length: int) -> None:
+    """Refuses sequences that are longer than a model accepts."""
+    if context_length > shape.max_context_length:
+        raise ShapeError(
+            f"--context {context_length} is longer than the {shape.max_context_length} tokens "
+            f"that model {name!r} accepts"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """What one data-parallel rank processes between two optimizer steps."""

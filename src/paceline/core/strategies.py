@@ -53,6 +53,9 @@ SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
 BucketSize = float | Literal["auto"]
 """In MiB; auto lets the container choose, where it can."""
 
+DEFAULT_BUCKET_SIZE_MB = 25.0
+"""In MiB, as torch's."""
+
 
 def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> None:
     """Raises if float16 is asked of a strategy whose gradients a loss scaler cannot see."""

@@ -24,9 +24,6 @@ from paceline.parallel.clocks import synchronize
 from paceline.parallel.collectives import reduce_numbers
 from paceline.parallel.settings import Settings
 
-FIRST_SIZE_MB = 25.0
-"""What the first steps use, in MiB."""
-
 CANDIDATES_MB = (0.25, 0.5, 1, 2, 3, 4, 5, 7, 10, 15, 25, 50, 100, 250, 1000)
 
 _SMALLEST_BYTES = 4 * 2**10

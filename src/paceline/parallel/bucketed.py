@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
-from paceline.parallel.bucket_size import FIRST_SIZE_MB, BucketSizeChoice, BucketSizeTuner
+from paceline.parallel.bucket_size import BucketSizeChoice, BucketSizeTuner
 from paceline.parallel.buckets import tensor_spec
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.settings import Launch
@@ -36,10 +37,10 @@ class BucketedDataParallel(DataParallel):
     def __init__(
         self,
         module: nn.Module,
-        bucket_size_mb: float | Literal["auto"] | None = 25.0,
+        bucket_size_mb: float | Literal["auto"] | None = DEFAULT_BUCKET_SIZE_MB,
         **keywords: Any,
     ) -> None:
-        size_mb = FIRST_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
+        size_mb = DEFAULT_BUCKET_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
         if size_mb is not None and not (isinstance(size_mb, (int, float)) and size_mb > 0):
             raise UsageError(
                 f'bucket_size_mb must be a positive number, None or "auto", got {bucket_size_mb!r}'

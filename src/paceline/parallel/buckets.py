@@ -10,14 +10,14 @@ has a gradient for it. Summed over the ranks with everything else, they tell wit
 call whether any rank had one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.accounting.bucket_division import aligned, bucket_lengths
+from paceline.accounting.bucket_division import aligned, divide_into_buckets
 from paceline.core.errors import PacelineError
 
 
@@ -71,28 +71,24 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
     for index in range(len(tensors) - 1, -1, -1):
         _, _, dtype, device = tensors[index]
         kinds.setdefault((dtype, device), []).append(index)
-    plans = [
-        place_tensors(tensors, indices, dtype, device)
-        for (dtype, device), of_kind in kinds.items()
-        for indices in _divide(tensors, of_kind, dtype.itemsize, cap_bytes)
-    ]
+    plans = []
+    for (dtype, device), of_kind in kinds.items():
+        sizes = [
+            aligned(tensors[index].num_elements, dtype.itemsize) * dtype.itemsize
+            for index in of_kind
+        ]
+        for indices in divide_into_buckets(of_kind, sizes, cap_bytes):
+            plans.append(place_tensors(tensors, indices, dtype, device))
     # A bucket is ready when backward has reached its last tensor.
     plans.sort(key=lambda plan: -plan.slots[-1].tensor)
     return plans
 
 
-def _divide(
-    tensors: Sequence[TensorSpec], indices: list[int], itemsize: int, cap_bytes: float | None
-) -> Iterator[list[int]]:
-    sizes = [aligned(tensors[index].num_elements, itemsize) * itemsize for index in indices]
-    start = 0
-    for length in bucket_lengths(sizes, cap_bytes):
-        yield indices[start : start + length]
-        start += length
-
-
 def place_tensors(
-    tensors: Sequence[TensorSpec], indices: list[int], dtype: torch.dtype, device: torch.device
+    tensors: Sequence[TensorSpec],
+    indices: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> BucketPlan:
     """Lays tensors one behind another, each aligned."""
     offset = 0

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
@@ -71,7 +72,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(
         self,
         module: nn.Module,
-        bucket_size_mb: float | None = 25.0,
+        bucket_size_mb: float | None = DEFAULT_BUCKET_SIZE_MB,
         *,
         step_mode: StepMode = "after_backward",
         master_dtype: torch.dtype | None = None,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.accounting.calibration import Calibration
 from paceline.accounting.calibration_records import calibration_runs
+from paceline.core.errors import UsageError
 from paceline.core.units import KIB, MIB
 from paceline.records import Record
 from paceline.reports.tables import Table
@@ -12,26 +13,33 @@ from paceline.reports.tables import Table
 # Where the cuts of a piecewise fit lie differs from run to run; what it says of a size can be
 # compared.
 _SIZES = (64 * KIB, MIB, 25 * MIB)
+_FEWEST_RUNS = 2
 
 
 def repeats_table(records: Iterable[Record]) -> Table:
-    """Makes a table of what differs between repeated calibrations, by quantity.
+    """Makes a table of what differs between repeated calibrations of a place, by quantity.
 
-    Every number is compared with the median of its repetitions.
+    The range of a number is the difference of its largest and smallest value, over their median.
     """
     runs = calibration_runs(records)
-    deviations: dict[str, list[float]] = {}
+    if len({tuple(run.place.values()) for run in runs}) != 1 or len(runs) < _FEWEST_RUNS:
+        raise UsageError("repeated calibrations of one place are needed")
+    ranges: dict[str, list[float]] = {}
     for (label, _), values in _repeated(runs).items():
         middle = statistics.median(values)
-        deviations.setdefault(label, []).extend(abs(value / middle - 1) for value in values)
-    everything = [deviation for group in deviations.values() for deviation in group]
+        if middle > 0:
+            ranges.setdefault(label, []).append((max(values) - min(values)) / middle)
+    everything = [value for group in ranges.values() for value in group]
     return Table(
-        headers=("quantity", "numbers", "median deviation", "nine in ten below", "largest"),
+        headers=("quantity", "numbers", "median range", "largest range"),
         rows=tuple(
-            (label, str(len(group)), *_summary(group))
-            for label, group in (*deviations.items(), ("all", everything))
+            (label, str(len(group)), f"{statistics.median(group):.1%}", f"{max(group):.1%}")
+            for label, group in (*ranges.items(), ("all", everything))
         ),
-        caption=f"{len(runs)} calibrations in a row, each number against the median of its own",
+        caption=(
+            f"{len(runs)} calibrations in a row; for each number, its largest less its smallest "
+            "value, over their median"
+        ),
     )
 
 
@@ -60,8 +68,3 @@ def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
     for operation, contention in run.contentions.items():
         yield "contention: lost per byte", operation, contention.lost_s_per_byte
         yield "contention: slowdown", operation, contention.slowdown
-
-
-def _summary(group: Sequence[float]) -> tuple[str, str, str]:
-    ninth = sorted(group)[int(0.9 * (len(group) - 1))]
-    return f"{statistics.median(group):.1%}", f"{ninth:.1%}", f"{max(group):.1%}"

@@ -44,12 +44,18 @@ def subtitle(records: Sequence[Record]) -> str:
 
 def save_figure(figure: "Figure", directory: pathlib.Path, name: str) -> list[pathlib.Path]:
     """Writes the figure as PNG and SVG and returns both paths."""
+    paths = [directory / f"{name}.{suffix}" for suffix in ("png", "svg")]
+    for path in paths:
+        save_as(figure, path)
+    return paths
+
+
+def save_as(figure: "Figure", path: pathlib.Path) -> None:
+    """Writes the figure in the format of the file's ending, PNG or SVG."""
     import matplotlib
 
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{name}.{suffix}" for suffix in ("png", "svg")]
-    # Without these, every SVG would differ from the last by its date and random identifiers.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without these, every file would differ from the last by its date and random identifiers.
+    unchanging = {"Software": None} if path.suffix == ".png" else {"Date": None}
     with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        figure.savefig(path, dpi=150, metadata=unchanging)

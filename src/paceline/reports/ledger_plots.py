@@ -32,7 +32,8 @@ def plot_ledger(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
     places: dict[str, list[Judgement]] = {}
     for judgement in judgements:
         labels = judgement.case.labels
-        places.setdefault(f"{labels['ranks']} ranks, {labels['link']}", []).append(judgement)
+        ranks = f"{labels['ranks']} rank{'' if labels['ranks'] == '1' else 's'}"
+        places.setdefault(f"{ranks}, {labels['link']}", []).append(judgement)
     for index, (place, group) in enumerate(places.items()):
         measured = [judgement.case.measured_s for judgement in group]
         predicted = [judgement.predicted.value for judgement in group]

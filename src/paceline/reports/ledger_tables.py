@@ -1,9 +1,16 @@
-"""Predicted steps beside measured ones: a table of groups, and a picture of all cases."""
+"""Predicted steps beside measured ones: a table of groups, and how far to trust it."""
 
+import collections
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from paceline.accounting.ledger import COVERAGE, Judgement, summarize
+from paceline.accounting.ledger import (
+    COVERAGE,
+    FEWEST_CASES,
+    Judgement,
+    leave_group_out,
+    summarize,
+)
 from paceline.reports.tables import Table
 
 _GROUPED_BY = ("ranks", "link", "strategy")
@@ -31,7 +38,7 @@ def ledger_table(judgements: Sequence[Judgement], *, counted: int) -> Table:
             *((*("all", "", ""), *_summary(judgements[:counted])),),
         ),
         caption="Each case is predicted from a calibration and by what all other cases teach",
-        notes=(verdict_text(judgements[:counted]),),
+        notes=(verdict_text(judgements[:counted]), *_harder_verdicts(judgements[:counted])),
     )
 
 
@@ -43,6 +50,18 @@ def verdict_text(judgements: Sequence[Judgement]) -> str:
         f"nine in ten are below {verdict.ninetieth_error:.1%}; the {COVERAGE:.0%} interval, "
         f"±{verdict.median_width:.0%} wide, holds {verdict.coverage:.0%} of the measurements"
     )
+
+
+def _harder_verdicts(judgements: Sequence[Judgement]) -> Iterator[str]:
+    """Says how well cases are predicted by others that have less in common with them."""
+    cases = [judgement.case for judgement in judgements]
+    for label in ("model", "link"):
+        sizes = collections.Counter(case.labels[label] for case in cases)
+        if len(cases) - max(sizes.values()) >= FEWEST_CASES:
+            yield (
+                f"with all cases of a {label} left out together, "
+                + verdict_text(leave_group_out(cases, label))
+            )
 
 
 def _summary(group: Sequence[Judgement]) -> tuple[str, ...]:

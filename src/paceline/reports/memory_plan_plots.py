@@ -1,10 +1,9 @@
 """Predicted memory of a training step at its three instants, stacked by what it is for."""
 
-import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from paceline.accounting.model_states import MemoryParts
+from paceline.accounting.step_memory import MemoryParts
 from paceline.core.hardware import Device
 from paceline.core.units import (
     format_gibibytes,
@@ -68,17 +67,6 @@ def plot_memory_plan(
         handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize="small"
     )
     return figure
-
-
-def save_plan_figure(figure: "Figure", path: pathlib.Path) -> None:
-    """Writes the picture in the format of the file's ending; the same plan gives the same bytes."""
-    import matplotlib
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without these, every file would differ from the last by its date and random identifiers.
-    unchanging = {"Software": None} if path.suffix == ".png" else {"Date": None}
-    with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-        figure.savefig(path, dpi=150, metadata=unchanging)
 
 
 def _stack(axes: "Axes", instants: Mapping[str, MemoryParts]) -> None:

@@ -1,4 +1,6 @@
-"""A calibration of a machine that does not exist, in round numbers."""
+"""A calibration of a machine that does not exist, in round numbers, and records of one."""
+
+from typing import Any
 
 from paceline.accounting.calibration import (
     Calibration,
@@ -9,6 +11,18 @@ from paceline.accounting.calibration import (
 )
 from paceline.accounting.collective_fit import CollectiveFit, Segment
 from paceline.core.plan import Estimate
+from paceline.records import Metric, Record, capture_environment
+
+PLACE: dict[str, Any] = {
+    "world_size": 2,
+    "num_hosts": 1,
+    "backend": "gloo",
+    "device": "cpu",
+    "hardware": "made up",
+    "threads": 1,
+    "dtype": "float32",
+}
+ENVIRONMENT = capture_environment()
 
 PRODUCT_S = 2e-11
 """Per multiplication."""
@@ -71,3 +85,35 @@ def _timed(dimensions: tuple[int, ...], work: float) -> Timed:
         forward_s=PRODUCT_S * work,
         backward_s=2 * PRODUCT_S * work,
     )
+
+
+def make_record(quantity: str, seconds: float = 1e-3, **fields: Any) -> Record:
+    """Returns one record of a calibration, with the same value for all its metrics."""
+    names = {
+        "linear": ("forward_time_s", "backward_time_s"),
+        "attention": ("forward_time_s", "backward_time_s"),
+        "call": ("forward_time_s", "backward_time_s"),
+        "contention": ("lost_s_per_byte", "slowdown"),
+        "collective": ("latency_s", "algorithm_bandwidth_bytes_per_s", "max_relative_error"),
+    }.get(quantity, ("element_time_s",))
+    return Record(
+        kind="calibration",
+        case={"quantity": quantity, **PLACE, "float32_matmul_precision": "highest", **fields},
+        environment=ENVIRONMENT,
+        metrics={name: Metric(value=seconds) for name in names},
+        outcome="ok",
+    )
+
+
+def make_records(**place: Any) -> list[Record]:
+    """Returns the records of one calibration."""
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    return [
+        make_record("linear", tokens=64, inputs=16, outputs=16, **place),
+        make_record("attention", batch=1, context=64, **heads, attention="sdpa", **place),
+        *(make_record(quantity, **place) for quantity in ("stream", "copy", "call", "optimizer")),
+        make_record(
+            "collective", operation="all_reduce", smallest_bytes=1, largest_bytes=10, **place
+        ),
+        make_record("contention", operation="all_reduce", size_bytes=4, **place),
+    ]

@@ -1,7 +1,6 @@
 """Rates of shapes that were timed and of those between, and calibrations out of records."""
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,18 +9,8 @@ from hypothesis import strategies as st
 from paceline.accounting.calibration import Timed, linear_work, nearest_times
 from paceline.accounting.calibration_records import calibrations
 from paceline.core import UsageError
-from paceline.records import Metric, Record, capture_environment
+from tests.unit.accounting.calibration_cases import make_record, make_records
 
-PLACE: dict[str, Any] = {
-    "world_size": 2,
-    "num_hosts": 1,
-    "backend": "gloo",
-    "device": "cpu",
-    "hardware": "made up",
-    "threads": 1,
-    "dtype": "float32",
-}
-ENVIRONMENT = capture_environment()
 DIMENSIONS = st.tuples(*[st.integers(1, 4096)] * 3)
 
 
@@ -30,34 +19,6 @@ def _timed(dimensions: tuple[int, ...], rate: float) -> Timed:
     return Timed(
         dimensions=dimensions, work=work, forward_s=rate * work, backward_s=2 * rate * work
     )
-
-
-def _record(quantity: str, seconds: float = 1e-3, **fields: Any) -> Record:
-    names = {
-        "linear": ("forward_time_s", "backward_time_s"),
-        "attention": ("forward_time_s", "backward_time_s"),
-        "call": ("forward_time_s", "backward_time_s"),
-        "contention": ("lost_s_per_byte", "slowdown"),
-        "collective": ("latency_s", "algorithm_bandwidth_bytes_per_s", "max_relative_error"),
-    }.get(quantity, ("element_time_s",))
-    return Record(
-        kind="calibration",
-        case={"quantity": quantity, **PLACE, "float32_matmul_precision": "highest", **fields},
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=seconds) for name in names},
-        outcome="ok",
-    )
-
-
-def _records(**place: Any) -> list[Record]:
-    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-    return [
-        _record("linear", tokens=64, inputs=16, outputs=16, **place),
-        _record("attention", batch=1, context=64, **heads, attention="sdpa", **place),
-        *(_record(quantity, **place) for quantity in ("stream", "copy", "call", "optimizer")),
-        _record("collective", operation="all_reduce", smallest_bytes=1, largest_bytes=10, **place),
-        _record("contention", operation="all_reduce", size_bytes=4, **place),
-    ]
 
 
 @given(DIMENSIONS, st.floats(1e-12, 1e-9))
@@ -69,7 +30,10 @@ def test_a_shape_that_was_timed_takes_what_it_took(
     assert nearest_times(timed, dimensions, work) == (rate * work, 2 * rate * work)
 
 
-@given(st.lists(st.tuples(DIMENSIONS, st.floats(1e-12, 1e-9)), min_size=1), DIMENSIONS)
+NEAR = st.tuples(*[st.integers(100, 200)] * 3)
+
+
+@given(st.lists(st.tuples(NEAR, st.floats(1e-12, 1e-9)), min_size=1), NEAR)
 def test_another_shape_has_a_rate_between_its_neighbours(
     measured: list[tuple[tuple[int, ...], float]], dimensions: tuple[int, ...]
 ) -> None:
@@ -83,26 +47,44 @@ def test_another_shape_has_a_rate_between_its_neighbours(
 
 
 def test_each_place_has_its_own() -> None:
-    made = calibrations([*_records(), *_records(link_rate_bits_per_s=1e9)])
+    made = calibrations([*make_records(), *make_records(link_rate_bits_per_s=1e9)])
     assert [entry.place["link_rate_bits_per_s"] for entry in made] == [None, 1e9]
     assert made[0].world_size == 2
     assert made[0].collective("all_reduce").segments[0].largest_bytes == 10
     assert made[0].contention("all_reduce").slowdown == 1  # Never faster than alone.
 
 
+def test_models_of_one_place_add_up() -> None:
+    other = [make_record("linear", 9e-3, tokens=64, inputs=32, outputs=16), *make_records()[1:]]
+    (made,) = calibrations([*make_records(), *other])
+    assert [timed.dimensions for timed in made.linears] == [(64, 16, 16), (64, 32, 16)]
+    assert len(made.collective("all_reduce").segments) == 1
+
+
 def test_the_last_of_a_place_counts() -> None:
-    again = [_record("linear", 9e-3, tokens=64, inputs=16, outputs=16), *_records()[1:]]
-    (made,) = calibrations([*_records(), *again])
+    again = [make_record("linear", 9e-3, tokens=64, inputs=16, outputs=16), *make_records()[1:]]
+    (made,) = calibrations([*make_records(), *again])
     assert [timed.forward_s for timed in made.linears] == [9e-3]
     assert len(made.collective("all_reduce").segments) == 1
 
 
 def test_an_interrupted_one_is_refused() -> None:
     with pytest.raises(UsageError, match="lacks 'optimizer'; run paceline calibrate again"):
-        calibrations(_records()[:5])
+        calibrations(make_records()[:5])
+
+
+def test_a_shape_unlike_all_that_were_timed_is_refused() -> None:
+    timed = [_timed((128, 256, 256), 1e-11)]
+    with pytest.raises(UsageError, match="nothing like 128 x 8192 x 256 was calibrated"):
+        nearest_times(timed, (128, 8192, 256), 1.0)
+
+
+def test_an_interrupted_run_does_not_spoil_the_next() -> None:
+    (made,) = calibrations([*make_records()[:3], *make_records()])
+    assert made.optimizer_element_s == 1e-3
 
 
 def test_an_operation_that_was_not_measured_is_named() -> None:
-    (made,) = calibrations(_records())
+    (made,) = calibrations(make_records())
     with pytest.raises(UsageError, match="holds no gather_from_owners"):
         made.collective("gather_from_owners")

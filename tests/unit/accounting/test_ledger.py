@@ -1,5 +1,7 @@
 """What the ledger learns from cases, and whether its intervals keep their word."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from paceline.accounting.ledger import (
     GROUPS,
     Case,
     fit_correction,
+    leave_group_out,
     leave_one_out,
     summarize,
 )
@@ -76,6 +79,18 @@ def test_a_case_does_not_judge_itself() -> None:
     ]
     assert judged.error == pytest.approx(-0.9, abs=0.02)
     assert not judged.is_covered
+
+
+def test_a_group_does_not_judge_itself() -> None:
+    plain, odd = (
+        [dataclasses.replace(case, labels={"model": name}) for case in _cases(20, 0.01, seed)]
+        for name, seed in (("plain", 1), ("odd", 2))
+    )
+    odd = [dataclasses.replace(case, measured_s=2 * case.measured_s) for case in odd]
+    judged = leave_group_out([*plain, *odd], "model")
+    assert [judgement.case.labels["model"] for judgement in judged] == ["plain"] * 20 + ["odd"] * 20
+    for judgement in judged[20:]:
+        assert judgement.error == pytest.approx(-0.5, abs=0.05)
 
 
 def test_too_few_cases_are_refused() -> None:

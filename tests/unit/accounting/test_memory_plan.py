@@ -5,13 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters
-from paceline.accounting.memory_plan import (
-    StepPlan,
-    explain_memory,
-    fewest_ranks,
-    memory_table,
-    peak_bytes,
-)
+from paceline.accounting.memory_plan import StepPlan, explain_memory
 from paceline.core import BatchShape, find_device, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 
@@ -24,18 +18,20 @@ SMALL = model_preset("small")
 @given(gibibytes=st.floats(0.5, 4))
 def test_one_rank_fewer_would_not_fit(strategy: StrategyName, gibibytes: float) -> None:
     memory = gibibytes * 2**30
-    ranks = fewest_ranks(SMALL, BATCH, strategy, memory)
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy=strategy)
+    ranks = plan.fewest_ranks(memory)
     if ranks is None:
-        assert peak_bytes(SMALL, BATCH, strategy, 2**14) > memory
+        assert plan.peak_bytes(2**14) > memory
     else:
-        assert peak_bytes(SMALL, BATCH, strategy, ranks) <= memory
-        assert ranks == 1 or peak_bytes(SMALL, BATCH, strategy, ranks - 1) > memory
+        assert plan.peak_bytes(ranks) <= memory
+        assert ranks == 1 or plan.peak_bytes(ranks - 1) > memory
 
 
 def test_what_no_strategy_divides_fits_on_one_rank_or_on_none() -> None:
     states = 16 * count_parameters(SMALL).total
-    assert fewest_ranks(SMALL, BATCH, "bucketed", 2 * states) == 1
-    assert fewest_ranks(SMALL, BATCH, "bucketed", states / 2) is None
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="bucketed")
+    assert plan.fewest_ranks(2 * states) == 1
+    assert plan.fewest_ranks(states / 2) is None
 
 
 def test_the_parts_add_up_and_the_device_is_named() -> None:
@@ -51,7 +47,7 @@ def test_the_parts_add_up_and_the_device_is_named() -> None:
     assert values["before_step_optimizer_state_bytes"] == pytest.approx(
         4 * count_parameters(xl).total, rel=1e-3
     )
-    assert peak_bytes(xl, BATCH, "sharded", int(values["fewest_ranks"])) <= 24e9
+    assert plan.peak_bytes(int(values["fewest_ranks"])) <= 24e9
     assert "RTX 3090" in explanation.render()
     too_large = explain_memory(dataclasses.replace(plan, strategy="torch_ddp"), 2, device=device)
     assert "no number of ranks is enough" in too_large.render()
@@ -76,16 +72,7 @@ def test_formats_and_scores_are_in_the_working() -> None:
     assert "stores all scores" in explain_memory(scored, 2).render()
 
 
-def test_the_table_has_a_row_per_part_and_a_column_per_instant() -> None:
-    instants = StepPlan(shape=SMALL, batch=BATCH, strategy="none").instants(1)
-    lines = memory_table(instants).splitlines()
-    assert lines[0].split("  ")[-1].strip() == "after step"
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "parameters",
-        "gradients",
-        "optimizer state",
-        "buffers",
-        "activations",
-        "total",
-    ]
-    assert lines[1].count("490.67 MiB") == 3
+def test_larger_buckets_take_more_where_they_are_sent_to_owners() -> None:
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="sharded")
+    large = dataclasses.replace(plan, bucket_size_mb=200.0)
+    assert large.peak_bytes(2) > plan.peak_bytes(2) + 50 * 2**20

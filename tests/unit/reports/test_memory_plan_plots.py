@@ -5,7 +5,8 @@ import pytest
 
 from paceline.accounting.memory_plan import StepPlan
 from paceline.core import BatchShape, find_device, model_preset
-from paceline.reports.memory_plan_plots import plot_memory_plan, save_plan_figure
+from paceline.reports.figures import save_as
+from paceline.reports.memory_plan_plots import plot_memory_plan
 
 PLAN = StepPlan(
     shape=model_preset("small"),
@@ -40,7 +41,7 @@ def test_parts_are_told_apart_without_colour() -> None:
 def test_the_same_plan_gives_the_same_file(tmp_path: pathlib.Path, suffix: str) -> None:
     paths = [tmp_path / "deep" / f"{name}{suffix}" for name in ("first", "second")]
     for path in paths:
-        save_plan_figure(plot_memory_plan(PLAN.instants(2), title="a step"), path)
+        save_as(plot_memory_plan(PLAN.instants(2), title="a step"), path)
     first, second = (path.read_bytes() for path in paths)
     assert first == second
     assert len(first) > 1000
