@@ -106,6 +106,22 @@ EXPORTS = {
         "merge_shards",
         "run_ranks",
     },
+    "paceline.scaling": {
+        "Decision",
+        "Finding",
+        "LossSurface",
+        "Prediction",
+        "ScalingFit",
+        "Sweep",
+        "SweepDesign",
+        "decide",
+        "diagnose",
+        "fit",
+        "predict",
+        "propose_runs",
+        "read_sweep",
+        "synthetic_sweep",
+    },
     "paceline.lab": {"Host", "LabError", "LinkShape", "hosts"},
 }
 TORCH_FREE_ROOMS = ("core", "records", "accounting", "planner", "scaling", "lab", "reports", "cli")

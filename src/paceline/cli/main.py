@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 import paceline
-from paceline.cli import bench, calibrate, environment, lab, plan, profile, report
+from paceline.cli import bench, calibrate, environment, lab, plan, profile, report, scaling
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = "Plan, run and explain the data-parallel training of language models."
@@ -25,6 +25,7 @@ Verb = (
     | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
@@ -73,6 +74,8 @@ def _run(command: Verb) -> int:
             return calibrate.run(command)
         case plan.PlanCommand():
             return plan.run(command)
+        case scaling.ScalingCommand():
+            return scaling.run(command)
         case lab.LabCommand():
             return lab.run(command)
         case report.ReportCommand():

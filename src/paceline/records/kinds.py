@@ -155,6 +155,21 @@ _KINDS: dict[str, Kind] = {
                 "float32_matmul_precision",
             ),
         ),
+        # What a method of scaling laws says of a budget; studies judge methods by known truths.
+        Kind(name="scaling", join_key=("method", "compute_budget")),
+        Kind(
+            name="scaling_run",
+            join_key=(
+                *("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),
+                "compute_budget",
+            ),
+            method=("parameters",),
+        ),
+        Kind(
+            name="scaling_study",
+            join_key=("study", "noise"),
+            method=("departure", "num_sweeps", "num_draws", "level", "total_flops"),
+        ),
         Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
     )
 }

@@ -1,0 +1,262 @@
+"""``paceline scaling``: from the losses of small runs to the size of a large one."""
+
+import dataclasses
+import math
+import pathlib
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.cli.output import OutputOptions, print_record, stderr_console, stdout_console
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.scaling import ScalingFit
+    from paceline.scaling.findings import Finding
+
+_Runs = Annotated[pathlib.Path, tyro.conf.Positional]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """How runs are fitted."""
+
+    draws: int = 1000
+    """Replicates that intervals are made of."""
+    seed: int = 0
+    """Of the replicates."""
+
+    def __post_init__(self) -> None:
+        if self.draws < 2:
+            raise UsageError("--draws must be at least 2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitCommand:
+    """Fit runs by every method and say what to train with larger budgets."""
+
+    runs: _Runs
+    """JSON, JSON Lines or CSV with parameters, compute_budget or tokens, and final_loss."""
+    budgets: tuple[float, ...] = (1e23, 1e24)
+    """FLOPs to answer for."""
+    level: float = 0.9
+    """Probability with which intervals should hold the truth."""
+    vocab_size: int = 32_000
+    """Of the model to build."""
+    context: int = 2048
+    """Tokens per sequence of the run to make."""
+    batch_tokens: int | None = None
+    """Tokens per step; by default what Step Law advises."""
+    plots: pathlib.Path | None = None
+    """Directory for pictures, PNG and SVG."""
+    fit: FitOptions
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise UsageError("--batch-tokens must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """Hold somebody's answer against runs: an N and a D for a budget, or coefficients."""
+
+    runs: _Runs
+    """As for fit."""
+    budget: float
+    """FLOPs that the answer is about."""
+    parameters: float | None = None
+    """The claimed N."""
+    tokens: float | None = None
+    """The claimed D; by default C/6N."""
+    coefficients: tuple[str, str, str, str, str] | None = None
+    """The claimed E, A, alpha, B and beta, as printed: their digits count."""
+    fit: FitOptions
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if self.parameters is None and self.coefficients is None:
+            raise UsageError("nothing to check: give --parameters or --coefficients")
+        for flag, value in (
+            ("--budget", self.budget),
+            ("--parameters", self.parameters),
+            ("--tokens", self.tokens),
+        ):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DesignCommand:
+    """Propose the runs to buy next, or buy them from a training service."""
+
+    budget: float
+    """FLOPs to spend on all runs together."""
+    target: float
+    """FLOPs whose best model is wanted."""
+    runs: pathlib.Path | None = None
+    """Runs that are known already."""
+    service: str | None = None
+    """Address of a service to buy from; without it the runs are only proposed."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if self.service is not None and self.runs is not None:
+            raise UsageError("--runs is for proposals; a service remembers what it sold")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingCommand:
+    """Scaling laws: fit runs, check claims, design sweeps."""
+
+    task: (
+        Annotated[FitCommand, tyro.conf.subcommand("fit")]
+        | Annotated[CheckCommand, tyro.conf.subcommand("check")]
+        | Annotated[DesignCommand, tyro.conf.subcommand("design")]
+    )
+
+
+def run(command: ScalingCommand) -> int:
+    """Fits, checks or designs."""
+    task = command.task
+    if isinstance(task, FitCommand):
+        _fit(task)
+    elif isinstance(task, CheckCommand):
+        _check(task)
+    else:
+        _design(task)
+    return 0
+
+
+def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
+    from paceline.scaling import fit, read_sweep
+
+    sweep = read_sweep(runs)
+    for remark in sweep.remarks:
+        text = f"{runs}: row {remark.row}: {remark.name}: {remark.message}"
+        # As it is: what a file says of itself is no markup.
+        stderr_console().print(text, markup=False, soft_wrap=True)
+    return fit(sweep, num_draws=options.draws, seed=options.seed)
+
+
+def _fit(command: FitCommand) -> None:
+    from paceline.scaling.decide import decide
+    from paceline.scaling.diagnose import diagnose
+    from paceline.scaling.scaling_records import decision_records
+
+    found = _read_and_fit(command.runs, command.fit)
+    try:
+        decisions = decide(
+            found,
+            command.budgets,
+            level=command.level,
+            vocab_size=command.vocab_size,
+            context_length=command.context,
+            batch_tokens=command.batch_tokens,
+        )
+    except UsageError:
+        # Where runs do not decide, what is wrong with them is all the more wanted.
+        if min(command.budgets, default=0) > 0:
+            for finding in diagnose(found, command.budgets, command.level):
+                stderr_console().print(f"{finding.name}: {finding.message}", markup=False)
+        raise
+    findings = diagnose(found, command.budgets, command.level)
+    if command.output.json:
+        for record in decision_records(decisions, findings):
+            print_record(record)
+    else:
+        from paceline.reports.scaling_tables import methods_table, run_text, waste_table
+        from paceline.reports.tables import render_rich
+
+        console = stdout_console()
+        console.print(render_rich(methods_table(found, decisions, command.level)))
+        for decision in decisions:
+            console.print(render_rich(waste_table(decision)))
+            console.print(run_text(decision), soft_wrap=True)
+        _print_findings(findings)
+    if command.plots is not None:
+        _draw(found, command.plots)
+
+
+def _draw(found: "ScalingFit", directory: pathlib.Path) -> None:
+    from paceline.reports.figures import save_figure
+    from paceline.reports.scaling_plots import SCALING_PLOTS
+
+    for name, plot in SCALING_PLOTS.items():
+        for path in save_figure(plot(found), directory, name):
+            stderr_console().print(str(path), soft_wrap=True)
+
+
+def _check(command: CheckCommand) -> None:
+    from paceline.scaling.claims import check_allocation, check_coefficients
+    from paceline.scaling.scaling_records import claim_record
+
+    found = _read_and_fit(command.runs, command.fit)
+    findings: list[Finding] = []
+    cost = None
+    tokens = command.tokens
+    if command.parameters is not None:
+        tokens = tokens or command.budget / (6 * command.parameters)
+        cost, findings = check_allocation(found, command.budget, command.parameters, tokens)
+    if command.coefficients is not None:
+        findings += check_coefficients(found, command.coefficients, command.budget)
+    if command.output.json:
+        print_record(claim_record(command.budget, command.parameters, tokens, cost, findings))
+        return
+    if cost is not None:
+        stdout_console().print(
+            f"loss {cost.loss:.4f}, the best model's {cost.best_loss:.4f}; spends "
+            f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that",
+            soft_wrap=True,
+        )
+    _print_findings(findings)
+
+
+def _print_findings(findings: "Sequence[Finding]") -> None:
+    console = stdout_console()
+    for finding in findings:
+        text = f"{finding.name}: {finding.message}\n  → {finding.remedy}"
+        console.print(text, soft_wrap=True, markup=False)
+    if not findings:
+        console.print("no findings")
+
+
+def _design(command: DesignCommand) -> None:
+    from paceline.reports.scaling_tables import runs_table
+    from paceline.reports.tables import render_rich
+    from paceline.scaling import read_sweep
+    from paceline.scaling.campaign import learn_from, propose_runs, run_campaign
+    from paceline.scaling.design import after_buying
+    from paceline.scaling.scaling_records import NORMAL_90, design_record, run_record
+    from paceline.scaling.service import HttpOracle
+
+    losses: list[float | None]
+    if command.service is not None:
+        campaign = run_campaign(HttpOracle(command.service), command.budget, command.target)
+        requests = [purchase.request for purchase in campaign.purchases]
+        losses = [purchase.loss for purchase in campaign.purchases]
+        belief = campaign.belief
+    else:
+        known = None if command.runs is None else read_sweep(command.runs)
+        requests = propose_runs(known, command.budget, command.target)
+        losses = [None] * len(requests)
+        belief = learn_from(known)
+        for request in requests:
+            belief = after_buying(belief, request.parameters, request.tokens)
+    if command.output.json:
+        for request, loss in zip(requests, losses, strict=True):
+            print_record(run_record(request, loss))
+        print_record(design_record(belief, command.target))
+        return
+    console = stdout_console()
+    console.print(render_rich(runs_table(requests, losses)))
+    size = float(belief.surface.optimal_parameters(command.target))
+    deviation = belief.log_size_deviation(command.target)
+    known_as = "best N" if command.service is not None else "expected N"
+    console.print(
+        f"{known_as} at {command.target:.3g} FLOPs: {size:.3g}, known to a factor of "
+        f"{math.exp(NORMAL_90 * deviation):.3g} (90%) if losses repeat to {belief.noise:.1%}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,90 @@
+"""What every method answers: the best N and D and the loss there, with bands, at any budget.
+
+A method has a point estimate and draws (replicates of it). N is drawn, D is always C / 6N, so that
+the two can never contradict each other. Bands are percentiles of the draws.
+"""
+
+import dataclasses
+from typing import Literal, Protocol
+
+import numpy as np
+
+from paceline.core.plan import Estimate
+from paceline.scaling.surface import Array, tokens_for
+
+MethodName = Literal["lowest_run", "parabola", "envelope", "huber", "parametric"]
+
+DEFAULT_LEVEL = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Band:
+    """A number per budget, with the interval of its draws."""
+
+    value: Array
+    low: Array
+    high: Array
+
+    def at(self, index: int) -> Estimate:
+        """Returns the estimate at one of the budgets."""
+        value = float(self.value[index])
+        # Percentiles of a skewed bootstrap may pass the estimate itself.
+        return Estimate(
+            value=value,
+            low=min(float(self.low[index]), value),
+            high=max(float(self.high[index]), value),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """One method's answer for some budgets."""
+
+    method: MethodName
+    compute: Array
+    parameters: Band
+    tokens: Band
+    loss: Band
+
+
+class MethodFit(Protocol):
+    """What all methods can do."""
+
+    @property
+    def method(self) -> MethodName:
+        """The method's name."""
+
+    @property
+    def exponent(self) -> float:
+        """The power of C with which the best N grows."""
+
+    def optimum(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the best N and the loss there, one per budget."""
+
+    def draws(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the same for every replicate, a row each."""
+
+
+def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Prediction:
+    """Returns a method's answer with intervals that should hold the truth with that probability."""
+    parameters, loss = fit.optimum(compute)
+    drawn_parameters, drawn_loss = fit.draws(compute)
+    sizes = _band(parameters, drawn_parameters, level)
+    return Prediction(
+        method=fit.method,
+        compute=compute,
+        parameters=sizes,
+        # The fewer parameters, the more tokens.
+        tokens=Band(
+            value=tokens_for(compute, sizes.value),
+            low=tokens_for(compute, sizes.high),
+            high=tokens_for(compute, sizes.low),
+        ),
+        loss=_band(loss, drawn_loss, level),
+    )
+
+
+def _band(value: Array, draws: Array, level: float) -> Band:
+    tails = [50 * (1 - level), 50 * (1 + level)]
+    low, high = np.nanpercentile(draws, tails, axis=0)
+    return Band(value=value, low=low, high=high)

@@ -1,0 +1,231 @@
+"""A sweep: the final losses of many training runs, checked before anything is fitted.
+
+Invariants of a `Sweep`: every number is finite and positive, all columns have one entry per run,
+and what was wrong with the rows that it was made of is told by its remarks. A wrong number is an
+error that names row and field; a run that went wrong (no loss, diverged, the same row twice) is
+left out and said so, because a sweep of hundreds of runs always has a few.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.surface import FLOPS_PER_PARAMETER_AND_TOKEN, Array, Numbers, tokens_for
+
+RemarkName = Literal["no_loss", "not_ok", "diverged", "duplicate", "repeat"]
+
+# Budgets that differ by less belong together: runs stop at whole steps, not at whole FLOPs.
+_SAME_BUDGET = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remark:
+    """Something about a row that its reader should know."""
+
+    name: RemarkName
+    row: int
+    """Counted from 1, in the order of the file."""
+    message: str
+    is_left_out: bool = True
+    """Whether the row is not part of the sweep."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Curve:
+    """The loss of one run as it trained."""
+
+    tokens: Array
+    loss: Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sweep:
+    """Runs as columns."""
+
+    parameters: Array
+    tokens: Array
+    loss: Array
+    compute: Array
+    """The stated budget where there was one, else 6 N D."""
+    curves: tuple[Curve | None, ...] = ()
+    """One per run, or none at all."""
+    remarks: tuple[Remark, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("parameters", "tokens", "loss", "compute"):
+            column = getattr(self, field)
+            if column.shape != self.loss.shape or not (np.isfinite(column) & (column > 0)).all():
+                raise UsageError(
+                    f"Sweep.{field}: one positive, finite number per run is needed; leave out "
+                    "runs without a loss"
+                )
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @classmethod
+    def from_arrays(cls, *, parameters: Numbers, compute: Numbers, loss: Numbers) -> "Sweep":
+        """Makes a sweep of runs whose tokens are C / 6N."""
+        columns = [np.asarray(column, dtype=np.float64) for column in (parameters, compute, loss)]
+        return cls(
+            parameters=columns[0],
+            compute=columns[1],
+            loss=columns[2],
+            tokens=tokens_for(columns[1], columns[0]),
+        )
+
+    @property
+    def budgets(self) -> Array:
+        """The distinct budgets, each the geometric mean of its runs, from small to large."""
+        index = self.budget_index
+        totals = np.bincount(index, weights=np.log(self.compute))
+        return np.asarray(np.exp(totals / np.bincount(index)))
+
+    @property
+    def budget_index(self) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
+        """For every run, which of `budgets` it belongs to."""
+        order = np.argsort(self.compute, kind="stable")
+        logs = np.log(self.compute[order])
+        index = np.empty(len(self), dtype=np.intp)
+        number, first = 0, logs[0]
+        for position, log in zip(order, logs, strict=True):
+            if log - first > _SAME_BUDGET:
+                number, first = number + 1, log
+            index[position] = number
+        return index
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether any run has a training curve."""
+        return any(curve is not None for curve in self.curves)
+
+
+def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
+    """Checks rows with `parameters`, `compute_budget` or `tokens`, and `final_loss`."""
+    remarks: list[Remark] = []
+    kept: list[tuple[float, float, float, float, Curve | None]] = []
+    seen: dict[tuple[float, float], list[tuple[int, float]]] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{source}: row {number}"
+        failure = _failure(row)
+        if failure is not None:
+            remarks.append(Remark(name=failure[0], row=number, message=failure[1]))
+            continue
+        parameters, tokens, compute = _size(row, where)
+        curve = _curve(row, where)
+        trouble = _trouble(row, where, curve)
+        if trouble is not None:
+            remarks.append(Remark(name=trouble[0], row=number, message=trouble[1]))
+            continue
+        loss = _number(row, "final_loss", where)
+        if loss <= 0:
+            raise UsageError(f"{where}: final_loss is {loss:g}; it must be positive")
+        earlier = seen.setdefault((parameters, tokens), [])
+        again = next((first for first, its_loss in earlier if its_loss == loss), None)
+        if again is not None:
+            message = f"the same run as row {again}; counted once"
+            remarks.append(Remark(name="duplicate", row=number, message=message))
+            continue
+        if earlier:
+            message = f"repeats row {earlier[0][0]} with another loss; both are used, as two seeds"
+            remarks.append(Remark(name="repeat", row=number, message=message, is_left_out=False))
+        earlier.append((number, loss))
+        kept.append((parameters, tokens, compute, loss, curve))
+    if not kept:
+        raise UsageError(f"{source}: no usable runs in {len(rows)} rows; see the rows' final_loss")
+    columns = np.array([run[:4] for run in kept], dtype=np.float64)
+    curves = tuple(run[4] for run in kept)
+    return Sweep(
+        parameters=columns[:, 0],
+        tokens=columns[:, 1],
+        compute=columns[:, 2],
+        loss=columns[:, 3],
+        curves=curves if any(curve is not None for curve in curves) else (),
+        remarks=tuple(remarks),
+    )
+
+
+def _size(row: Mapping[str, object], where: str) -> tuple[float, float, float]:
+    parameters = _positive(row, "parameters", where)
+    has_tokens, has_compute = (_is_given(row, field) for field in ("tokens", "compute_budget"))
+    if not has_tokens and not has_compute:
+        raise UsageError(
+            f"{where}: neither compute_budget nor tokens is given; one of them is needed"
+            f" (its fields: {', '.join(row) or 'none'})"
+        )
+    compute = _positive(row, "compute_budget", where) if has_compute else math.nan
+    tokens = _positive(row, "tokens", where) if has_tokens else math.nan
+    if not has_tokens:
+        tokens = compute / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)
+    if not has_compute:
+        compute = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens
+    return parameters, tokens, compute
+
+
+def _failure(row: Mapping[str, object]) -> tuple[RemarkName, str] | None:
+    """Says how a run failed, if it says so itself; its numbers then mean nothing."""
+    outcome = row.get("outcome")
+    if outcome in (None, "", "ok"):
+        return None
+    return "diverged" if outcome == "diverged" else "not_ok", f"outcome {outcome!r}; left out"
+
+
+def _trouble(
+    row: Mapping[str, object], where: str, curve: Curve | None
+) -> tuple[RemarkName, str] | None:
+    """Says why a run's loss cannot be used, if it cannot."""
+    if "final_loss" not in row:
+        raise UsageError(f"{where}: final_loss is missing (its fields: {', '.join(row) or 'none'})")
+    if not _is_given(row, "final_loss"):
+        return "no_loss", "final_loss is empty; left out"
+    loss = _number(row, "final_loss", where)
+    if not math.isfinite(loss):
+        return "no_loss", f"final_loss is {loss}; left out"
+    if curve is not None and loss > curve.loss[0]:
+        return "diverged", f"ended at {loss:.4g}, above its first {curve.loss[0]:.4g}; left out"
+    return None
+
+
+def _curve(row: Mapping[str, object], where: str) -> Curve | None:
+    given = row.get("curve")
+    if given in (None, "", []):
+        return None
+    try:
+        points = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        points = np.empty(0)
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise UsageError(f"{where}: curve must be a list of [tokens, loss] pairs")
+    points = points[np.isfinite(points).all(axis=1)]
+    if not len(points) or (points <= 0).any() or (np.diff(points[:, 0]) <= 0).any():
+        raise UsageError(
+            f"{where}: curve needs positive losses at tokens that grow from row to row"
+        )
+    return Curve(tokens=points[:, 0], loss=points[:, 1])
+
+
+def _is_given(row: Mapping[str, object], field: str) -> bool:
+    return row.get(field) not in (None, "")
+
+
+def _positive(row: Mapping[str, object], field: str, where: str) -> float:
+    if not _is_given(row, field):
+        raise UsageError(f"{where}: {field} is missing (its fields: {', '.join(row) or 'none'})")
+    value = _number(row, field, where)
+    if not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{where}: {field} is {value:g}; it must be positive and finite")
+    return value
+
+
+def _number(row: Mapping[str, object], field: str, where: str) -> float:
+    value = row[field]
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        return float(value)
+    except (ValueError, OverflowError):
+        raise UsageError(f"{where}: {field} is {value!r}; it must be a number") from None

@@ -1,0 +1,111 @@
+"""The buildable model nearest to a number of parameters, and what training it takes.
+
+Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
+divided among devices; the feed-forward layer is 8/3 as wide as the model, in multiples of 64 or
+128, so that matrices fill the tiles of a GPU. Among shapes within a few per cent of N, the one
+whose ratio of width to depth is nearest to that of published models is taken: near the optimum the
+loss hardly feels it.
+"""
+
+import dataclasses
+import math
+
+from paceline.accounting.flops import flops_per_token
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, ModelShape
+
+_WIDE = 1024
+_VERY_WIDE = 4096
+# Width over depth of published models grows slowly: 64 for GPT-2 small, about 100 for Llama's 7B,
+# 130 for its 405B.
+_ASPECT_AT_BILLION = 85.0
+_ASPECT_EXPONENT = 0.085
+_SIZE_WEIGHT = 8.0
+_MAX_WIDTH = 65_536
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A model that can be built, and the run that spends the budget on it."""
+
+    shape: ModelShape
+    parameters: int
+    """All of them, counted exactly."""
+    flops_per_token: float
+    """Exact, attention included; compare 6N."""
+    tokens: int
+    """So many that exact FLOPs spend the budget, in whole steps."""
+    tokens_per_step: int
+    num_steps: int
+    flops: float
+    """Exact FLOPs of the whole run."""
+
+
+def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
+    """Returns the shape of a TransformerLM with about so many parameters."""
+    aspect = _ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT
+    best: tuple[float, ModelShape] | None = None
+    for width in _widths():
+        shape = _of_width(width, 1, vocab_size, context_length)
+        one = count_parameters(shape).total
+        per_layer = count_parameters(_of_width(width, 2, vocab_size, context_length)).total - one
+        if one > 2 * parameters:
+            break
+        num_layers = max(1, round((parameters - one) / per_layer) + 1)
+        total = one + (num_layers - 1) * per_layer
+        misfit = _SIZE_WEIGHT * abs(math.log(total / parameters)) + abs(
+            math.log(width / num_layers / aspect)
+        )
+        if best is None or misfit < best[0]:
+            best = misfit, _of_width(width, num_layers, vocab_size, context_length)
+    if best is None:
+        raise UsageError(
+            f"no TransformerLM has only {parameters:.3g} parameters with a vocabulary of "
+            f"{vocab_size}; use a smaller vocabulary"
+        )
+    return best[1]
+
+
+def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRun:
+    """Returns the run that spends a budget of exact FLOPs on a shape."""
+    per_token = flops_per_token(shape, batch.context_length).model
+    num_steps = max(1, round(compute / per_token / batch.tokens_per_step))
+    tokens = num_steps * batch.tokens_per_step
+    return TrainingRun(
+        shape=shape,
+        parameters=count_parameters(shape).total,
+        flops_per_token=per_token,
+        tokens=tokens,
+        tokens_per_step=batch.tokens_per_step,
+        num_steps=num_steps,
+        flops=per_token * tokens,
+    )
+
+
+def suggested_batch_tokens(tokens: float) -> int:
+    """Returns a batch in tokens, a power of two: Step Law, 0.58 D^0.571 (arXiv 2503.04715)."""
+    return int(2 ** round(math.log2(0.58 * tokens**0.571)))
+
+
+def suggested_learning_rate(parameters: float, tokens: float) -> float:
+    """Returns a peak learning rate: Step Law, 1.79 N^-0.713 D^0.307 (arXiv 2503.04715)."""
+    return float(1.79 * parameters**-0.713 * tokens**0.307)
+
+
+def _widths() -> list[int]:
+    wide = range(_WIDE, _VERY_WIDE, 256)
+    return [*range(64, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]
+
+
+def _of_width(width: int, num_layers: int, vocab_size: int, context_length: int) -> ModelShape:
+    step = 64 if width < _WIDE else 128
+    head_dim = 128 if width >= _WIDE else 64
+    return ModelShape(
+        vocab_size=vocab_size,
+        d_model=width,
+        d_ff=max(step, round(8 / 3 * width / step) * step),
+        num_layers=num_layers,
+        num_heads=width // head_dim,
+        max_context_length=context_length,
+    )

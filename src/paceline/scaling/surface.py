@@ -1,0 +1,133 @@
+"""The loss surface L = E + A/N^alpha + B/D^beta, and what it says of the best use of compute.
+
+N is parameters, D is tokens, and training costs C = 6 N D. Along a fixed C the loss is least
+where the two reducible terms fall equally fast, alpha A/N^alpha = beta B/D^beta, so that the best
+N grows as C^(beta/(alpha+beta)) and the loss there is E plus a single power of C. All functions
+take arrays; N and D are tied by C = 6 N D and never fitted apart.
+
+Reference: Hoffmann et al. 2022 (arXiv 2203.15556), approach 3, and its replication by Besiroglu
+et al. 2024 (arXiv 2404.10102).
+"""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import UsageError
+
+Array = npt.NDArray[np.float64]
+Numbers = npt.ArrayLike
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossSurface:
+    """The five coefficients."""
+
+    irreducible: float
+    """E: the loss that no model and no data get below."""
+    parameter_scale: float
+    """A."""
+    parameter_exponent: float
+    """alpha."""
+    token_scale: float
+    """B."""
+    token_exponent: float
+    """beta."""
+
+    def __post_init__(self) -> None:
+        for field, value in dataclasses.asdict(self).items():
+            if not np.isfinite(value) or value < 0 or (value == 0 and field != "irreducible"):
+                raise UsageError(f"LossSurface.{field} is {value}; it must be positive and finite")
+
+    def loss(self, parameters: Numbers, tokens: Numbers) -> Array:
+        """Returns the loss of models of so many parameters after so many tokens."""
+        by_parameters = self.parameter_scale * np.asarray(parameters) ** -self.parameter_exponent
+        by_tokens = self.token_scale * np.asarray(tokens) ** -self.token_exponent
+        return np.asarray(self.irreducible + by_parameters + by_tokens, dtype=np.float64)
+
+    @property
+    def allocation_exponent(self) -> float:
+        """The power of C with which the best N grows."""
+        return self.token_exponent / (self.parameter_exponent + self.token_exponent)
+
+    @property
+    def loss_exponent(self) -> float:
+        """The power of C with which the reducible loss of the best model falls."""
+        return self.parameter_exponent * self.allocation_exponent
+
+    def optimal_parameters(self, compute: Numbers) -> Array:
+        """Returns the number of parameters with the least loss for so many FLOPs."""
+        ratio = (self.parameter_exponent * self.parameter_scale) / (
+            self.token_exponent * self.token_scale
+        )
+        product = np.asarray(compute, dtype=np.float64) / FLOPS_PER_PARAMETER_AND_TOKEN
+        total = self.parameter_exponent + self.token_exponent
+        return np.asarray(ratio ** (1 / total) * product**self.allocation_exponent)
+
+    def optimal_tokens(self, compute: Numbers) -> Array:
+        """Returns the tokens that the best model is trained on: C / 6N."""
+        return tokens_for(compute, self.optimal_parameters(compute))
+
+    def optimal_loss(self, compute: Numbers) -> Array:
+        """Returns the least loss for so many FLOPs."""
+        parameters = self.optimal_parameters(compute)
+        return self.loss(parameters, tokens_for(compute, parameters))
+
+    def compute_for_loss(self, loss: Numbers) -> Array:
+        """Returns the FLOPs with which the best model reaches a loss."""
+        reducible_at_one = self.optimal_loss(1.0) - self.irreducible
+        reducible = np.asarray(loss, dtype=np.float64) - self.irreducible
+        if np.any(reducible <= 0):
+            raise UsageError(
+                f"no compute reaches a loss of {np.min(loss):.4g}: the irreducible loss is "
+                f"{self.irreducible:.4g}"
+            )
+        return np.asarray((reducible_at_one / reducible) ** (1 / self.loss_exponent))
+
+    def wasted_compute(self, compute: Numbers, parameters: Numbers) -> Array:
+        """Returns the share of FLOPs that a model of another size throws away.
+
+        A model off the optimum reaches a loss that the best one reaches with less; what is
+        left over is the waste, as a share of the whole.
+        """
+        loss = self.loss(parameters, tokens_for(compute, parameters))
+        return np.asarray(1 - self.compute_for_loss(loss) / np.asarray(compute))
+
+
+def tokens_for(compute: Numbers, parameters: Numbers) -> Array:
+    """Returns C / 6N."""
+    return np.asarray(
+        np.asarray(compute, dtype=np.float64)
+        / (FLOPS_PER_PARAMETER_AND_TOKEN * np.asarray(parameters, dtype=np.float64))
+    )
+
+
+HOFFMANN = LossSurface(
+    irreducible=float(np.exp(0.52672)),
+    parameter_scale=float(np.exp(6.00734)),
+    parameter_exponent=0.33917,
+    token_scale=float(np.exp(6.01792)),
+    token_exponent=0.28491,
+)
+"""Hoffmann et al. 2022, approach 3, as stored in their source and not as rounded in print."""
+
+HOFFMANN_ROUNDED = LossSurface(
+    irreducible=1.69,
+    parameter_scale=406.4,
+    parameter_exponent=0.34,
+    token_scale=410.7,
+    token_exponent=0.28,
+)
+"""The same coefficients as the paper prints them."""
+
+EPOCH = LossSurface(
+    irreducible=1.817,
+    parameter_scale=482.0,
+    parameter_exponent=0.348,
+    token_scale=2085.0,
+    token_exponent=0.366,
+)
+"""Besiroglu et al. 2024, the replication of that fit, to the digits that it reports."""
