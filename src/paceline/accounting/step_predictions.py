@@ -12,6 +12,7 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
+from paceline.records.cases import model_case_fields
 from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind
 
 STEP = "step_time_s"
@@ -97,21 +98,10 @@ def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
 
 
 def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, CaseValue]:
-    shape = case.shape
     return {
         "strategy": case.strategy,
         "bucket_size_mb": case.bucket_size_mb if case.strategy in BUCKET_STRATEGIES else None,
-        "model": case.model,
-        "vocab_size": shape.vocab_size,
-        "d_model": shape.d_model,
-        "d_ff": shape.d_ff,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.key_value_heads,
-        "head_dim": shape.head_width,
-        "tied_embeddings": shape.tied_embeddings,
-        "batch": case.batch.num_sequences,
-        "context": case.batch.context_length,
+        **model_case_fields(case.model, case.shape, case.batch),
         "precision": "float32",
         "float32_matmul_precision": calibration.float32_matmul_precision,
         "compile": "none",

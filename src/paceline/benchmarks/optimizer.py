@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.accounting.step_memory import INSTANTS, MemoryParts
@@ -194,8 +195,13 @@ def _parts(named: dict[str, int], *, existing: int, peak: int) -> MemoryParts:
 
 def _visible(device: torch.device) -> list[Tensor]:
     """Returns all tensors on a device that Python sees, as what this rank holds of them."""
-    # By type: an object may pretend to be of another class, and do work to find out.
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    # By type: an object may pretend to be of another class, and do work to find out. What a
+    # compiler has left of itself looks like tensors, but holds no memory.
+    tensors = [
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor)
+    ]
     local = map(local_tensor, tensors)
     return [tensor for tensor in local if tensor.device.type == device.type]
 

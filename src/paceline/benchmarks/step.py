@@ -34,6 +34,7 @@ from paceline.core.specs import precision_preset
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
+from paceline.records.cases import model_case_fields
 from paceline.records.schema import CaseValue, Metric
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
@@ -207,19 +208,8 @@ def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
 
 def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
     """Returns the case of the record."""
-    shape = case.shape
     return {
-        "model": case.model,
-        "vocab_size": shape.vocab_size,
-        "d_model": shape.d_model,
-        "d_ff": shape.d_ff,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.key_value_heads,
-        "head_dim": shape.head_width,
-        "tied_embeddings": shape.tied_embeddings,
-        "batch": case.batch.num_sequences,
-        "context": case.batch.context_length,
+        **model_case_fields(case.model, case.shape, case.batch),
         "phase": case.phase,
         "precision": case.precision,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -13,6 +13,7 @@ from paceline.accounting.layout_arrays import Layouts, Workload
 from paceline.accounting.layout_memory import StateBytes, layout_memory, layout_state_bytes
 from paceline.core import ModelShape, ParallelLayout, Precision, precision_preset
 from paceline.core.units import GIB
+from tests.unit.accounting.megatron_cases import megatron_shape
 
 # Name: width, heads, layers, pipeline, interleave, micro-batch, and figure 1 in GiB per GPU:
 # parameters and optimizer, activations, activations with sequence parallelism and selective
@@ -45,18 +46,7 @@ WORKLOAD = Workload(
 def _published(name: str, **options: Any) -> tuple[Layouts, Workload]:
     width, heads, layers, pipeline, interleave, micro_batch, *_ = MODELS[name]
     layout = ParallelLayout(tensor=8, pipeline=pipeline, pipeline_interleave=interleave, **options)
-    shape = ModelShape(
-        vocab_size=51_200,
-        d_model=width,
-        d_ff=4 * width,
-        num_layers=layers,
-        num_heads=heads,
-        feed_forward="gelu",
-        norm="layernorm",
-        positions="learned",
-        biases=True,
-        tied_embeddings=True,
-    )
+    shape = megatron_shape(width, heads, layers)
     workload = Workload(
         shape=shape,
         precision=MIXED,

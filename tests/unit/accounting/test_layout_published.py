@@ -10,6 +10,7 @@ from paceline.accounting.layout_arrays import Layouts, Workload
 from paceline.accounting.link_tiers import Tier, Tiers
 from paceline.accounting.step_time import Cluster, step_time
 from paceline.core import ModelShape, ParallelLayout, Precision, find_device
+from tests.unit.accounting.megatron_cases import megatron_shape
 
 # Width, heads, layers, pipeline, interleave, sequences, micro-batch, and seconds of an iteration on
 # A100s with 80 GB, with full recomputation, and with selective recomputation and sequence
@@ -53,18 +54,7 @@ def _predicted(row: Row, of_peak: float, of_bandwidth: float) -> float:
     """The device reaches these shares of the peak and the bandwidth that its vendor states."""
     name, spared = row
     width, heads, layers, pipeline, interleave, sequences, micro_batch, *_ = MEGATRON[name]
-    shape = ModelShape(
-        vocab_size=51_200,
-        d_model=width,
-        d_ff=4 * width,
-        num_layers=layers,
-        num_heads=heads,
-        feed_forward="gelu",
-        norm="layernorm",
-        positions="learned",
-        biases=True,
-        tied_embeddings=True,
-    )
+    shape = megatron_shape(width, heads, layers)
     layout = ParallelLayout(
         tensor=8,
         pipeline=pipeline,
