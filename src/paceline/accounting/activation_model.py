@@ -8,6 +8,7 @@ float32, and every change of format is an operation that makes a copy.
 import dataclasses
 
 from paceline.accounting.activation_tape import Buffer, Tape, Value
+from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,
@@ -50,19 +51,9 @@ class ForwardPass:
         self._runs_again = False
         self._copies: dict[int, Value] = {}
         """What autocast has made of weights, for as long as it lasts; by the parameter."""
-        width, heads = self.shape.d_model, self.shape.attention_width
-        shared, hidden = self.shape.key_value_width, self.shape.d_ff
-        # In the order of the model's own list.
+        width = self.shape.d_model
         sizes = {
-            "attention_norm": width,
-            "query": width * heads,
-            "key": width * shared,
-            "value": width * shared,
-            "output": heads * width,
-            "feed_forward_norm": width,
-            "gate": width * hidden,
-            "up": width * hidden,
-            "down": hidden * width,
+            name: rows * columns for name, (rows, columns) in block_parameters(self.shape).items()
         }
         self._blocks = [
             {name: self._parameter(size) for name, size in sizes.items()}

@@ -108,28 +108,6 @@ def saved_for_backward_bytes(
     ).total
 
 
-def block_bytes(
-    shape: ModelShape,
-    batch: BatchShape,
-    activation_checkpointing: Checkpointing = "none",
-    *,
-    precision: Precision = _FLOAT32,
-    attention: AttentionImplementation = "sdpa",
-) -> int:
-    """Returns what autograd keeps of one block when forward is over."""
-    one, two = (
-        saved_for_backward_bytes(
-            dataclasses.replace(shape, num_layers=num_layers),
-            batch,
-            activation_checkpointing,
-            precision=precision,
-            attention=attention,
-        )
-        for num_layers in (1, 2)
-    )
-    return two - one
-
-
 def peak_activation_bytes(
     shape: ModelShape,
     batch: BatchShape,

@@ -34,6 +34,11 @@ def aligned(num_elements: int, element_bytes: int) -> int:
     return -(-num_elements // alignment) * alignment
 
 
+def equal_share(num_elements: int, num_ranks: int, element_bytes: int) -> int:
+    """Returns the elements of each rank's share, filled up so that each begins aligned."""
+    return aligned(-(-num_elements // num_ranks), element_bytes)
+
+
 def divide_into_buckets(
     tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
 ) -> list[Sequence[Tensor]]:

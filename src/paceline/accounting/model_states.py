@@ -31,6 +31,7 @@ import numpy as np
 
 from paceline.accounting.bucket_division import aligned, divide_into_buckets
 from paceline.accounting.dealing import deal_out
+from paceline.accounting.parameters import block_parameters
 from paceline.accounting.state_shares import cut_unit
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
 from paceline.core.strategies import (
@@ -43,8 +44,6 @@ from paceline.core.strategies import (
 from paceline.core.units import MIB
 
 _COUNTER_BYTES = 4
-TENSORS_PER_BLOCK = 9
-"""Parameters of one block of `TransformerLM`."""
 _OWN_BUCKETS: tuple[StrategyName, ...] = (
     "naive",
     "flat",
@@ -65,14 +64,10 @@ class ModelStates:
 
 def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
     """Returns rows and columns of every parameter of `TransformerLM`, in its order."""
-    width, hidden = shape.d_model, shape.d_ff
-    queries, keys = shape.attention_width, shape.key_value_width
-    norm = (width, 1)
-    attention = [(queries, width), (keys, width), (keys, width), (width, queries)]
-    block = [norm, *attention, norm, (hidden, width), (hidden, width), (width, hidden)]
-    embedding = (shape.vocab_size, width)
+    block = [*block_parameters(shape).values()]
+    embedding = (shape.vocab_size, shape.d_model)
     head = [] if shape.tied_embeddings else [embedding]
-    return [embedding, *block * shape.num_layers, norm, *head]
+    return [embedding, *block * shape.num_layers, (shape.d_model, 1), *head]
 
 
 def parameter_sizes(shape: ModelShape) -> list[int]:
@@ -198,8 +193,9 @@ def state_units(
     """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
     sizes = parameter_sizes(shape)
     if strategy in SHARDED_PARAMETERS:
-        last = 1 + shape.num_layers * TENSORS_PER_BLOCK
-        blocks = [sizes[at : at + TENSORS_PER_BLOCK] for at in range(1, last, TENSORS_PER_BLOCK)]
+        length = len(block_parameters(shape))
+        last = 1 + shape.num_layers * length
+        blocks = [sizes[at : at + length] for at in range(1, last, length)]
         return [[sizes[0]], *(block[::-1] for block in blocks), *([size] for size in sizes[last:])]
     backward = sizes[::-1]
     if strategy == "sharded_optimizer":

@@ -64,6 +64,26 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     )
 
 
+def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Returns rows and columns of every parameter of a block of `TransformerLM`, in its order.
+
+    Rows are what a matrix gives, columns what it takes; a norm's scale has one column.
+    """
+    width, hidden = shape.d_model, shape.d_ff
+    queries, keys = shape.attention_width, shape.key_value_width
+    return {
+        "attention_norm": (width, 1),
+        "query": (queries, width),
+        "key": (keys, width),
+        "value": (keys, width),
+        "output": (width, queries),
+        "feed_forward_norm": (width, 1),
+        "gate": (hidden, width),
+        "up": (hidden, width),
+        "down": (width, hidden),
+    }
+
+
 def _biases_per_layer(shape: ModelShape) -> int:
     attention = shape.attention_width + 2 * shape.key_value_width + shape.d_model
     feed_forward = (_FEED_FORWARD_MATRICES[shape.feed_forward] - 1) * shape.d_ff + shape.d_model

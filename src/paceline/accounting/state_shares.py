@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.accounting.bucket_division import aligned
+from paceline.accounting.bucket_division import aligned, equal_share
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitS
     ends_aligned = np.cumsum([aligned(size, element_bytes) for size in sizes])
     starts = np.concatenate(([0], ends_aligned[:-1]))
     ends = starts + np.asarray(sizes)
-    share = aligned(-(-int(ends_aligned[-1]) // world_size), element_bytes)
+    share = equal_share(int(ends_aligned[-1]), world_size, element_bytes)
     borders = share * np.arange(world_size + 1)
     begun = np.searchsorted(starts, borders, side="left")
     whole = np.concatenate(([0], np.cumsum(sizes)))

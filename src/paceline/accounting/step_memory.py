@@ -23,12 +23,8 @@ from paceline.accounting.activations import (
     GradientMessage,
     activation_peaks,
 )
-from paceline.accounting.model_states import (
-    TENSORS_PER_BLOCK,
-    model_state_bytes,
-    parameter_sizes,
-    state_units,
-)
+from paceline.accounting.model_states import model_state_bytes, state_units
+from paceline.accounting.parameters import block_parameters
 from paceline.accounting.state_shares import cut_unit
 from paceline.core.specs import (
     AttentionImplementation,
@@ -188,7 +184,7 @@ def _gathered_bytes(
     activation_checkpointing: Checkpointing,
 ) -> tuple[int, int]:
     """Returns what layers take that are there in whole before backward's blocks, and in them."""
-    block = sum(parameter_sizes(shape)[1 : 1 + TENSORS_PER_BLOCK])
+    block = sum(rows * columns for rows, columns in block_parameters(shape).values())
     matrix = shape.vocab_size * shape.d_model
     num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
     if strategy == "torch_fsdp2":

@@ -9,7 +9,7 @@ from paceline.accounting.ledger import Case, Correction
 from paceline.accounting.strategy_time import StepTerms, strategy_step_terms
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
-from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
+from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
 from paceline.records.cases import model_case_fields
@@ -100,7 +100,7 @@ def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
 def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, CaseValue]:
     return {
         "strategy": case.strategy,
-        "bucket_size_mb": case.bucket_size_mb if case.strategy in BUCKET_STRATEGIES else None,
+        "bucket_size_mb": case.bucket_size_mb,
         **model_case_fields(case.model, case.shape, case.batch),
         "precision": "float32",
         "float32_matmul_precision": calibration.float32_matmul_precision,

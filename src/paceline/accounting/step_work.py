@@ -24,6 +24,7 @@ operators that are called, those that only make a view count a third.
 import dataclasses
 from collections.abc import Iterator
 
+from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import ModelShape, require_buildable
 
 
@@ -85,21 +86,20 @@ def step_pieces(shape: ModelShape) -> tuple[Piece, ...]:
 def _block(shape: ModelShape) -> Iterator[Piece]:
     width, queries, keys = shape.d_model, shape.attention_width, shape.key_value_width
     hidden = shape.d_ff
+    matrices = {
+        name: Linear(inputs=columns, outputs=rows)
+        for name, (rows, columns) in block_parameters(shape).items()
+    }
     yield _norm(width)
-    yield Piece(
-        parameter_sizes=(width * queries, width * keys, width * keys),
-        linears=(
-            Linear(inputs=width, outputs=queries),
-            *[Linear(inputs=width, outputs=keys)] * 2,
-        ),
+    yield _piece(
+        *(matrices[name] for name in ("query", "key", "value")),
         forward_elements=9 * (queries + keys),
         backward_elements=12 * (queries + keys) + 6 * width,
         forward_calls=26,
         backward_calls=40,
     )
-    yield Piece(
-        parameter_sizes=(queries * width,),
-        linears=(Linear(inputs=queries, outputs=width),),
+    yield _piece(
+        matrices["output"],
         has_attention=True,
         forward_elements=2 * queries + 3 * width,
         backward_elements=4 * queries + 3 * width,
@@ -107,21 +107,39 @@ def _block(shape: ModelShape) -> Iterator[Piece]:
         backward_calls=8,
     )
     yield _norm(width)
-    yield Piece(
-        parameter_sizes=(width * hidden,) * 2,
-        linears=(Linear(inputs=width, outputs=hidden),) * 2,
+    yield _piece(
+        *(matrices[name] for name in ("gate", "up")),
         forward_elements=5 * hidden,
         backward_elements=9 * hidden + 3 * width,
         forward_calls=6,
         backward_calls=12,
     )
-    yield Piece(
-        parameter_sizes=(hidden * width,),
-        linears=(Linear(inputs=hidden, outputs=width),),
+    yield _piece(
+        matrices["down"],
         forward_elements=3 * width,
         backward_elements=3 * width,
         forward_calls=3,
         backward_calls=4,
+    )
+
+
+def _piece(
+    *linears: Linear,
+    forward_elements: int,
+    backward_elements: int,
+    forward_calls: int,
+    backward_calls: int,
+    has_attention: bool = False,
+) -> Piece:
+    """Returns a piece whose parameters are the matrices of its products."""
+    return Piece(
+        parameter_sizes=tuple(linear.inputs * linear.outputs for linear in linears),
+        linears=linears,
+        has_attention=has_attention,
+        forward_elements=forward_elements,
+        backward_elements=backward_elements,
+        forward_calls=forward_calls,
+        backward_calls=backward_calls,
     )
 
 

@@ -32,18 +32,12 @@ PREDICTED: tuple[StrategyName, ...] = (
 """The strategies whose step can be predicted."""
 
 # Numbers read and written per gradient: into the bucket, and its average out of it. torch averages
-# on the way in; an owner adds up what it gets.
-_PASSES: dict[StrategyName, float] = {
-    "naive": 4,
-    "flat": 4,
-    "overlapped": 4,
-    "bucketed": 4,
-    "torch_ddp": 2,
-    "sharded_optimizer": 4,
-    "sharded": 4,
-}
+# on the way in.
+_PASSES = 4
+_TORCH_PASSES = 2
 _AFTER_BACKWARD: tuple[StrategyName, ...] = ("naive", "flat")
 _GATHER: Operation = "gather_from_owners"
+_FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,11 +78,12 @@ def strategy_step_terms(
     handling_s = lost_s = exposed_s = 0.0
     optimizer_s = sum(sizes) * calibration.optimizer_element_s / (world_size if divides else 1)
     if strategy != "none" and world_size > 1:
-        handling_s = _PASSES[strategy] * sum(sizes) * calibration.copy_element_s
+        passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
+        handling_s = passes * sum(sizes) * calibration.copy_element_s
         messages = gradient_messages(strategy, sizes, world_size, bucket_size_mb)
         played = [_gradients(strategy, messages, computing, handling_s, calibration)]
         if strategy == "sharded_optimizer":
-            exposed_s = calibration.collective(_GATHER).time_s(4 * sum(sizes))
+            exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
         elif divides:
             played.append(_parameters(messages, computing, optimizer_s, calibration))
         lost_s = sum(lanes.lost_s for lanes in played)

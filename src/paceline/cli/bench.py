@@ -15,7 +15,7 @@ from paceline.benchmarks.optimizer_config import OptimizerSweep
 from paceline.cli.output import (
     OutputOptions,
     case_progress,
-    print_record,
+    keep_records,
     print_tables,
 )
 from paceline.core.errors import UsageError
@@ -119,17 +119,13 @@ def run(command: BenchCommand) -> int:
     if num_cases == 0:
         raise UsageError("nothing to measure: every list of the sweep needs at least one value")
 
-    from paceline.records import RecordStore
     from paceline.records.kinds import PREDICTION
 
-    store = RecordStore(subject.store.store)
     records: list[Record] = []
     with case_progress(num_cases) as progress:
-        for record in _records(subject, progress.step):
-            store.append(record)
+        made = _records(subject, progress.step)
+        for record in keep_records(made, subject.store.store, subject.output):
             records.append(record)
-            if subject.output.json:
-                print_record(record)
             if record.kind != PREDICTION:
                 progress.next_case()
     if not subject.output.json:

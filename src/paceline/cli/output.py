@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,6 +36,20 @@ def print_record(record: "Record") -> None:
     """Prints one record as a line of JSON, at once, so that a pipe sees it."""
     sys.stdout.write(msgspec.json.encode(record).decode() + "\n")
     sys.stdout.flush()
+
+
+def keep_records(
+    records: "Iterable[Record]", store: pathlib.Path | None, output: OutputOptions
+) -> "Iterator[Record]":
+    """Appends each record to a store, prints it with --json, and yields it, before the next."""
+    from paceline.records import RecordStore
+
+    for record in records:
+        if store is not None:
+            RecordStore(store).append(record)
+        if output.json:
+            print_record(record)
+        yield record
 
 
 def print_tables(records: "Sequence[Record]") -> None:

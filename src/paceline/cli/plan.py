@@ -146,6 +146,7 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
         bucket_size_mb=question.bucket_size_mb,
     )
     device = None if question.device is None else find_device(question.device)
+    instants = plan.instants(question.world_size)
     if question.figure is not None:
         from paceline.reports.figures import save_as
         from paceline.reports.memory_plan_plots import plot_memory_plan
@@ -153,10 +154,10 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
         title = (
             f"{question.model} under {question.strategy}, fullest of {question.world_size} ranks"
         )
-        figure = plot_memory_plan(plan.instants(question.world_size), title=title, device=device)
+        figure = plot_memory_plan(instants, title=title, device=device)
         save_as(figure, question.figure)
     if not question.output.json:
-        sys.stdout.write(instants_text(plan.instants(question.world_size)) + "\n\n")
+        sys.stdout.write(instants_text(instants) + "\n\n")
     return explain_memory(plan, question.world_size, device=device)
 
 

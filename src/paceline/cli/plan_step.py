@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions, print_record, require_figure, stdout_console
+from paceline.cli.output import OutputOptions, keep_records, require_figure, stdout_console
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, require_context
@@ -83,16 +83,13 @@ def run_step(command: StepCommand) -> int:
     if command.ledger is not None:
         correction = fit_correction(_read_cases((command.ledger,)))
     environment = capture_environment()
+    # All of them before the first is kept: a case that cannot be predicted leaves nothing behind.
     predictions = [
         predict_step(case, place, environment, correction)
         for place in places
         for case in _cases(command, place.world_size)
     ]
-    for prediction in predictions:
-        if command.store is not None:
-            RecordStore(command.store).append(prediction)
-        if command.output.json:
-            print_record(prediction)
+    predictions = list(keep_records(predictions, command.store, command.output))
     if not command.output.json:
         stdout_console().print(render_rich(records_table(predictions)))
     return 0

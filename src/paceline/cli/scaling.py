@@ -192,13 +192,14 @@ def _draw(found: "ScalingFit", directory: pathlib.Path) -> None:
 def _check(command: CheckCommand) -> None:
     from paceline.scaling.claims import check_allocation, check_coefficients
     from paceline.scaling.scaling_records import claim_record
+    from paceline.scaling.surface import tokens_for
 
     found = _read_and_fit(command.runs, command.fit)
     findings: list[Finding] = []
     cost = None
     tokens = command.tokens
     if command.parameters is not None:
-        tokens = tokens or command.budget / (6 * command.parameters)
+        tokens = tokens or float(tokens_for(command.budget, command.parameters))
         cost, findings = check_allocation(found, command.budget, command.parameters, tokens)
     if command.coefficients is not None:
         findings += check_coefficients(found, command.coefficients, command.budget)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.core.specs import AttentionImplementation, require_choice
+from paceline.core.specs import AttentionImplementation, AttentionKind, require_choice
 from paceline.kernels.attention_layout import CausalAlign, causal_diagonal, default_scale
 from paceline.kernels.attention_op import BackendName, attention_op
 from paceline.kernels.attention_reference import attention_reference
@@ -158,7 +158,7 @@ def flash_attention(
 
 def resolve_implementation(
     implementation: AttentionImplementation, device: torch.device | str
-) -> Literal["sdpa", "tiled", "triton", "naive"]:
+) -> AttentionKind:
     """Returns what a model's implementation of attention comes down to on a device."""
     if implementation == "naive":
         return "naive"

@@ -73,10 +73,8 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
         kinds.setdefault((dtype, device), []).append(index)
     plans = []
     for (dtype, device), of_kind in kinds.items():
-        sizes = [
-            aligned(tensors[index].num_elements, dtype.itemsize) * dtype.itemsize
-            for index in of_kind
-        ]
+        itemsize = dtype.itemsize
+        sizes = [aligned(tensors[index].num_elements, itemsize) * itemsize for index in of_kind]
         for indices in divide_into_buckets(of_kind, sizes, cap_bytes):
             plans.append(place_tensors(tensors, indices, dtype, device))
     # A bucket is ready when backward has reached its last tensor.
@@ -91,12 +89,13 @@ def place_tensors(
     device: torch.device,
 ) -> BucketPlan:
     """Lays tensors one behind another, each aligned."""
+    itemsize = dtype.itemsize
     offset = 0
     slots = []
     for index in indices:
         num_elements = tensors[index].num_elements
         slots.append(Slot(index, offset, num_elements))
-        offset += aligned(num_elements, dtype.itemsize)
+        offset += aligned(num_elements, itemsize)
     return BucketPlan(dtype, device, tuple(slots), offset)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.accounting.bucket_division import aligned
+from paceline.accounting.bucket_division import equal_share
 from paceline.accounting.dealing import deal_out
 from paceline.parallel.buckets import (
     BucketPlan,
@@ -67,8 +67,7 @@ class UnitLayout(NamedTuple):
 
 def cut_evenly(plan: BucketPlan, num_ranks: int) -> UnitLayout:
     """Gives every rank equally many elements of a bucket, filled up at its end."""
-    # A share is a multiple of what tensors are aligned to, so that each begins aligned.
-    share = aligned(-(-plan.num_elements // num_ranks), plan.dtype.itemsize)
+    share = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
     borders = range(0, share * num_ranks + 1, share) if share else (0,) * (num_ranks + 1)
     return UnitLayout(plan.dtype, plan.device, plan.slots, borders)
 

@@ -8,6 +8,7 @@ from paceline.reports.tables import Table
 from paceline.scaling.decide import Decision
 from paceline.scaling.fitting import ScalingFit
 from paceline.scaling.service import RunRequest
+from paceline.scaling.surface import compute_for
 
 
 def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) -> Table:
@@ -60,12 +61,13 @@ def run_text(decision: Decision) -> str:
     """Describes the model to build and the run to make, in a few lines."""
     run = decision.run
     shape = run.shape
+    times = run.flops_per_token / float(compute_for(run.parameters, 1))
     return (
         f"train at {decision.compute:.3g} FLOPs: {shape.num_layers} layers, d_model "
         f"{shape.d_model}, d_ff {shape.d_ff}, {shape.num_heads} heads of {shape.head_width}, "
         f"vocabulary {shape.vocab_size:,}: {run.parameters:,} parameters\n"
         f"  {run.tokens:,} tokens in {run.num_steps:,} steps of {run.tokens_per_step:,}; exact "
-        f"{run.flops:.4g} FLOPs, {run.flops_per_token / (6 * run.parameters):.3f} times 6ND\n"
+        f"{run.flops:.4g} FLOPs, {times:.3f} times 6ND\n"
         f"  a learning rate to begin tuning at: {decision.learning_rate:.2g} (Step Law)"
     )
 

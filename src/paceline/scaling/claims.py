@@ -14,7 +14,7 @@ from paceline.core.errors import UsageError
 from paceline.scaling.findings import Finding
 from paceline.scaling.fitting import ScalingFit
 from paceline.scaling.huber import fit_huber, huber_objective
-from paceline.scaling.surface import LossSurface
+from paceline.scaling.surface import LossSurface, compute_for
 
 _SPENT_TOLERANCE = 0.02
 _ROUNDING = 0.1
@@ -42,7 +42,7 @@ def check_allocation(
 ) -> tuple[AllocationCost, list[Finding]]:
     """Prices an N and D that were claimed for a budget, and names what is wrong with them."""
     surface = fit.parametric.surface
-    spent = 6 * parameters * tokens
+    spent = float(compute_for(parameters, tokens))
     loss = float(surface.loss(parameters, tokens))
     cost = AllocationCost(
         loss=loss,

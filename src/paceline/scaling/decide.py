@@ -18,6 +18,7 @@ from paceline.scaling.shapes import (
     suggested_batch_tokens,
     suggested_learning_rate,
 )
+from paceline.scaling.surface import tokens_for
 
 WRONG_BY = (0.25, 0.5, 2.0, 4.0)
 
@@ -127,7 +128,7 @@ def _waste(fit: ScalingFit, chosen: Answer) -> tuple[Waste, ...]:
             parameters=size,
             reason=reason,
             wasted=float(surface.wasted_compute(chosen.compute, size)),
-            loss=float(surface.loss(size, chosen.compute / (6 * size))),
+            loss=float(surface.loss(size, tokens_for(chosen.compute, size))),
         )
         for size, reason in sorted(sizes)
     )

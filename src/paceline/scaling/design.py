@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.surface import Array, LossSurface
+from paceline.scaling.surface import Array, LossSurface, compute_for
 
 # Terms are counted at this size and these tokens, where they are of the order of one.
 _REFERENCE = (1e8, 2e9)
@@ -146,7 +146,7 @@ def _optimum_slope(mean: Array, compute: float) -> Array:
     """Returns the slopes of log N at a budget along the coefficients."""
     _, log_p, alpha, log_q, beta = mean
     total = alpha + beta
-    budget = np.log(compute / (6 * _REFERENCE[0] * _REFERENCE[1]))
+    budget = np.log(compute / compute_for(*_REFERENCE))
     log_size = (np.log(alpha / beta) + log_p - log_q + beta * budget) / total
     return np.array(
         [

@@ -17,7 +17,7 @@ from paceline.scaling.lack_of_fit import find_lack_of_fit
 from paceline.scaling.parametric import SurfaceFit
 from paceline.scaling.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.runs import Sweep
-from paceline.scaling.surface import Array, tokens_for
+from paceline.scaling.surface import Array, compute_for, tokens_for
 
 _FEWEST_BUDGETS = 4
 _SMALLEST_SPAN = 10.0
@@ -97,7 +97,7 @@ def _left_out(sweep: Sweep) -> list[Finding]:
 
 
 def _compute_counting(sweep: Sweep) -> list[Finding]:
-    ratio = sweep.compute / (6 * sweep.parameters * sweep.tokens)
+    ratio = sweep.compute / compute_for(sweep.parameters, sweep.tokens)
     low, high = float(ratio.min()), float(ratio.max())
     if high / low - 1 > _COMPUTE_TOLERANCE:
         return [

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.scaling.isoflop import PowerLawFit, parabola_vertex, power_law_through, require_points
 from paceline.scaling.runs import Sweep
-from paceline.scaling.surface import Array
+from paceline.scaling.surface import Array, compute_for
 
 # Neighbouring points of one curve are the same run, so more budgets would only seem to be more.
 _NUM_BUDGETS = 24
@@ -47,13 +47,13 @@ def curve_losses(sweep: Sweep) -> tuple[Array, Array, Array]:
         raise UsageError(
             "envelope: no run has a curve; give runs a `curve` of [tokens, loss] pairs"
         )
-    spans = np.array([6 * size * curve.tokens[[0, -1]] for size, curve in curves])
+    spans = np.array([compute_for(size, curve.tokens[[0, -1]]) for size, curve in curves])
     budgets = np.geomspace(spans[:, 0].min(), spans[:, 1].max(), _NUM_BUDGETS)
     sizes = np.unique([size for size, _ in curves])
     losses = np.full((len(sizes), _NUM_BUDGETS), np.inf)
     for size, curve in curves:
         row = int(np.searchsorted(sizes, size))
-        compute = np.log(6 * size * curve.tokens)
+        compute = np.log(compute_for(size, curve.tokens))
         values = np.interp(np.log(budgets), compute, curve.loss, left=np.inf, right=np.inf)
         losses[row] = np.minimum(losses[row], values)
     return sizes, budgets, np.where(np.isfinite(losses), losses, np.nan)

@@ -14,7 +14,12 @@ from paceline.scaling.bootstrap import require_replicates, widen
 from paceline.scaling.prediction import MethodName
 from paceline.scaling.projection import ProjectionFit, fit_projection
 from paceline.scaling.runs import Sweep
-from paceline.scaling.surface import Array, LossSurface, tokens_for
+from paceline.scaling.surface import (
+    FLOPS_PER_PARAMETER_AND_TOKEN,
+    Array,
+    LossSurface,
+    tokens_for,
+)
 
 NUM_COEFFICIENTS = 5
 
@@ -112,7 +117,9 @@ def optima_of(fit: ProjectionFit, compute: Array) -> tuple[Array, Array]:
     alpha, beta = fit.parameter_exponent[kept, None], fit.token_exponent[kept, None]
     scale_n, scale_d = fit.parameter_scale[kept, None], fit.token_scale[kept, None]
     log_ratio = np.log(alpha * scale_n) - np.log(beta * scale_d)
-    parameters = np.exp((log_ratio + beta * np.log(compute / 6)) / (alpha + beta))
+    parameters = np.exp(
+        (log_ratio + beta * np.log(compute / FLOPS_PER_PARAMETER_AND_TOKEN)) / (alpha + beta)
+    )
     loss = (
         fit.irreducible[kept, None]
         + scale_n * parameters**-alpha

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.core.plan import Estimate
 from paceline.scaling.parametric import NUM_COEFFICIENTS, SurfaceFit
 from paceline.scaling.runs import Sweep
-from paceline.scaling.surface import Array
+from paceline.scaling.surface import Array, tokens_for
 
 _NUM_POINTS = 81
 _MAX_STEPS = 80
@@ -60,7 +60,7 @@ def _crossing(logs: Array, excess: Array, edge: int, side: int) -> float:
 def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Array) -> Array:
     """Returns the least sum of squared relative residuals for each value of the best N."""
     log_n = np.log(sweep.parameters) - np.log(optima)[:, None]
-    log_d = np.log(sweep.tokens) - np.log(compute / 6 / optima)[:, None]
+    log_d = np.log(sweep.tokens) - np.log(tokens_for(compute, optima))[:, None]
     exponents = np.tile(
         [fit.surface.parameter_exponent, fit.surface.token_exponent], (len(optima), 1)
     )

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.surface import FLOPS_PER_PARAMETER_AND_TOKEN, Array, Numbers, tokens_for
+from paceline.scaling.surface import Array, Numbers, compute_for, tokens_for
 
 RemarkName = Literal["no_loss", "not_ok", "diverged", "duplicate", "repeat"]
 
@@ -160,9 +160,9 @@ def _size(row: Mapping[str, object], where: str) -> tuple[float, float, float]:
     compute = _positive(row, "compute_budget", where) if has_compute else math.nan
     tokens = _positive(row, "tokens", where) if has_tokens else math.nan
     if not has_tokens:
-        tokens = compute / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)
+        tokens = float(tokens_for(compute, parameters))
     if not has_compute:
-        compute = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens
+        compute = float(compute_for(parameters, tokens))
     return parameters, tokens, compute
 
 

@@ -11,6 +11,7 @@ from paceline.scaling.decide import Decision
 from paceline.scaling.design import Belief
 from paceline.scaling.findings import Finding
 from paceline.scaling.service import RunRequest
+from paceline.scaling.surface import tokens_for
 
 NORMAL_90 = 1.645
 """Deviations on each side that hold 90% of a normal distribution."""
@@ -43,7 +44,7 @@ def design_record(belief: Belief, target: float) -> Record:
     size = float(belief.surface.optimal_parameters(target))
     factor = math.exp(NORMAL_90 * belief.log_size_deviation(target))
     parameters = Estimate(value=size, low=size / factor, high=size * factor)
-    tokens = [target / (6 * number) for number in (size, size * factor, size / factor)]
+    tokens = tokens_for(target, [size, size * factor, size / factor]).tolist()
     return Record(
         kind="scaling",
         case={"method": "design", "compute_budget": target},

@@ -16,6 +16,7 @@ import urllib.request
 from typing import IO, Protocol
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.scaling.surface import tokens_for
 
 TRAIN_FLOPS = tuple(
     sorted([digit * 10.0**power for power in range(13, 18) for digit in (1, 3, 6)] + [1e18])
@@ -69,7 +70,7 @@ class RunRequest:
     @property
     def tokens(self) -> float:
         """Tokens that the FLOPs pay for."""
-        return self.train_flops / (6 * self.parameters)
+        return float(tokens_for(self.train_flops, self.parameters))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -97,12 +97,15 @@ class LossSurface:
         return np.asarray(1 - self.compute_for_loss(loss) / np.asarray(compute))
 
 
+def compute_for(parameters: Numbers, tokens: Numbers) -> Array:
+    """Returns 6ND."""
+    size = np.asarray(parameters, dtype=np.float64)
+    return np.asarray(FLOPS_PER_PARAMETER_AND_TOKEN * size * np.asarray(tokens, dtype=np.float64))
+
+
 def tokens_for(compute: Numbers, parameters: Numbers) -> Array:
     """Returns C / 6N."""
-    return np.asarray(
-        np.asarray(compute, dtype=np.float64)
-        / (FLOPS_PER_PARAMETER_AND_TOKEN * np.asarray(parameters, dtype=np.float64))
-    )
+    return np.asarray(np.asarray(compute, dtype=np.float64) / compute_for(parameters, 1.0))
 
 
 HOFFMANN = LossSurface(

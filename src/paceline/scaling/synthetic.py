@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.scaling.runs import Curve, Sweep
-from paceline.scaling.surface import Array, LossSurface, tokens_for
+from paceline.scaling.surface import Array, LossSurface, compute_for, tokens_for
 
 COURSE_BUDGETS = (6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21)
 _DRIFTS_FROM = COURSE_BUDGETS[0]
@@ -68,7 +68,7 @@ def true_loss(
     """Returns the loss without noise."""
     if departure is None:
         return surface.loss(parameters, tokens)
-    effective = parameters * (6 * parameters * tokens / _DRIFTS_FROM) ** departure.drift
+    effective = parameters * (compute_for(parameters, tokens) / _DRIFTS_FROM) ** departure.drift
     useful = np.maximum(tokens - departure.fixed_warmup_tokens, 0.01 * tokens)
     detuned = departure.untuned_learning_rate * np.log(parameters / _TUNED_AT) ** 2
     return np.asarray(surface.loss(effective, useful) * (1 + detuned))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.accounting import peak_activation_bytes, saved_for_backward_bytes
-from paceline.accounting.activations import block_bytes, saved_for_backward
+from paceline.accounting.activations import saved_for_backward
 from paceline.core import BatchShape, ModelShape, Precision, ShapeError, UsageError, model_preset
 from paceline.core.specs import AttentionImplementation, precision_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.models.layers import RMSNorm
 from paceline.traces.memory import peak_allocations
+from tests.unit.accounting.activation_cases import block_bytes
 
 Checkpointing = Literal["none", "full"]
 

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from paceline.accounting.activations import block_bytes
 from paceline.accounting.layout_activations import (
     block_bytes_per_token,
     layout_activation_bytes,
 )
 from paceline.accounting.layout_arrays import Layouts, Workload
 from paceline.core import BatchShape, ModelShape, ParallelLayout, Precision, precision_preset
+from tests.unit.accounting.activation_cases import block_bytes
 
 SEQUENCES, LENGTH, NUM_BLOCKS = 3, 20, 2
 SHAPES = {

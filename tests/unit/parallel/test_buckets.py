@@ -107,7 +107,7 @@ def test_ten_thousand_tensors_are_planned_within_20_milliseconds() -> None:
     durations = []
     gc.disable()  # What a collection costs depends on what other tests have left behind.
     try:
-        for _ in range(25):
+        for _ in range(100):
             started = time.process_time()
             plan_buckets(tensors, 25 * 2**20)
             durations.append(time.process_time() - started)
