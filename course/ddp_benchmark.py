@@ -11,7 +11,7 @@ from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.data_parallel import COMMUNICATION, EXPOSED, STEP, Comparison
 from paceline.benchmarks.data_parallel_config import DataParallelSweep
 from paceline.benchmarks.memory import usable_memory_bytes
-from paceline.core import BatchShape, model_preset, precision_preset
+from paceline.core import BatchShape, model_preset, precision_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.parallel import distributed_session
@@ -24,7 +24,12 @@ SIZES = ("xl", "large", "medium", "small", "bytes-34M")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what both scripts accept beyond the hand-outs' own flags."""
-    parser.add_argument("--size", default=None, help="preset; by default the largest that fits")
+    parser.add_argument(
+        "--size",
+        choices=preset_names(),
+        metavar="PRESET",
+        help="by default the largest of the courses' sizes that fits",
+    )
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
     parser.add_argument("--context-length", type=int, default=128)
     parser.add_argument("--warmup", type=int, default=2)

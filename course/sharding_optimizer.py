@@ -13,7 +13,7 @@ from ddp_benchmark import default_ranks, largest_that_fits
 from paceline.accounting import count_parameters
 from paceline.benchmarks.optimizer import OPTIMIZER, STEP, OptimizerResult, measure
 from paceline.benchmarks.optimizer_config import OptimizerSweep
-from paceline.core import model_preset
+from paceline.core import model_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
 from paceline.parallel import distributed_session
@@ -47,7 +47,12 @@ def report(title: str, result: OptimizerResult) -> None:
 def main() -> int:
     """Measures training without and with a sharded optimizer, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", default=None, help="preset; by default the largest that fits")
+    parser.add_argument(
+        "--size",
+        choices=preset_names(),
+        metavar="PRESET",
+        help="by default the largest of the courses' sizes that fits",
+    )
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
     parser.add_argument("--context-length", type=int, default=128)
     parser.add_argument("--warmup", type=int, default=2)

@@ -6,10 +6,18 @@ A test compares the tables with what is committed, so that docs and records cann
 """
 
 import pathlib
+import re
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from paceline.accounting import count_parameters, step_memory
+from paceline.accounting import count_parameters, model_state_bytes, step_memory
+from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
+from paceline.accounting.goodput import (
+    best_checkpoint_interval_s,
+    goodput,
+    interruption_interval_s,
+)
 from paceline.accounting.ledger import Judgement, judge, leave_one_out
 from paceline.accounting.step_predictions import ledger_cases
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
@@ -97,6 +105,22 @@ PICTURE_SOURCES = {
     "profile-memory": ("profile-step", "memory-timeline"),
 }
 
+# Tables that are more than one view of a store, by the store that they are made of.
+OTHER_TABLES = {
+    "attention-flash": ("attention-flash",),
+    "kernels": ("kernels",),
+    "profile-step": (
+        *("profile-work-forward", "profile-work-training", "profile-operators-forward"),
+        *("profile-operators-backward", "profile-attention", "profile-flops"),
+        "profile-allocations",
+    ),
+    "profile-memory": ("profile-memory",),
+    "step-ledger": ("step-ledger",),
+    "calibration-repeats": ("calibration-repeats",),
+    "scaling-course": ("scaling-course",),
+    "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
+    "scaling-speed": ("scaling-speed",),
+}
 # Pictures that show how something works, from no record.
 SCHEMES = {
     "attention-tiles": plot_tiles,
@@ -243,6 +267,84 @@ DRAWN = {**SCHEMES, "step-ledger": draw_judged_steps}
 """Pictures that are not a plot of one store."""
 
 
+def scale_by_ranks() -> str:
+    """Returns what a rank holds and waits for as ranks are added, by the formulas alone."""
+    shape = model_preset("llama3-8B")
+    precision = precision_preset("bfloat16")
+    gradient_bytes = 4 * count_parameters(shape).total
+    line = {"latency_s": 10e-6, "bytes_per_s": 50e9}
+    # One published run: 16,384 devices, 54 days, 419 interruptions.
+    failure_interval_h = 54 * 24 * 16_384 / 419
+    headers = (
+        *("ranks", *(f"{strategy} (GiB)" for strategy in _STAGES)),
+        *("ring (s)", "of it latency (s)", "tree (s)", "hours between failures", "goodput"),
+    )
+    lines = [f"| {' | '.join(headers)} |", f"| {' | '.join('---' for _ in headers)} |"]
+    for num_ranks in (8, 64, 512, 4096):
+        held = []
+        for strategy in _STAGES:
+            states = model_state_bytes(shape, precision, strategy, num_ranks)
+            total = states.parameters + states.gradients + states.optimizer_state
+            held.append(f"{int(total) / GIB:.2f}")
+        ring_s = float(ring_time_s("all_reduce", gradient_bytes, num_ranks, **line))
+        latency_s = float(ring_time_s("all_reduce", 0, num_ranks, **line))
+        tree_s = float(tree_all_reduce_time_s(gradient_bytes, num_ranks, **line))
+        between_s = float(interruption_interval_s(failure_interval_h, num_ranks))
+        interval_s = float(best_checkpoint_interval_s(30.0, between_s))
+        share = goodput(
+            checkpoint_s=30.0,
+            checkpoint_interval_s=interval_s,
+            restart_s=600.0,
+            interruption_s=between_s,
+        )
+        cells = (
+            *(f"{num_ranks:,}", *held, f"{ring_s:.2f}", f"{latency_s:.3f}", f"{tree_s:.2f}"),
+            *(f"{between_s / 3600:,.1f}", f"{float(share):.1%}"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _pages_by_table() -> dict[str, tuple[str, str]]:
+    """Returns, for every table that a page of the manual shows, its file and title."""
+    pages = {}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r'--8<-- "generated/([\w-]+)\.md"', text):
+            pages[name] = (path.name, text.partition("\n")[0].removeprefix("# "))
+    return pages
+
+
+def _where(records: list[Record]) -> str:
+    """Says when, on what and with which torch records were made."""
+    days = sorted({record.environment.time[:10] for record in records})
+    processors = sorted({record.environment.processor for record in records})
+    versions = sorted({record.environment.packages.get("torch", "none") for record in records})
+    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{', '.join(processors)}, torch {', '.join(versions)}, {period}"
+
+
+def benchmarks() -> str:
+    """Returns every store of results/: what made it, where, what came out, and its tables."""
+    listing = (RESULTS / "README.md").read_text(encoding="utf-8")
+    pages = _pages_by_table()
+    parts = []
+    for files, command in re.findall(r"^\| (`.*?) \| (.*) \|$", listing, re.MULTILINE):
+        for store in re.findall(r"`([\w-]+)\.jsonl`", files):
+            records = read(store)
+            outcomes = Counter(record.outcome for record in records if record.kind != PREDICTION)
+            counted = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+            names = [name for name, (source, *_) in TABLE_SOURCES.items() if source == store]
+            names += OTHER_TABLES.get(store, ())
+            shown = sorted({pages[name] for name in names if name in pages})
+            links = ", ".join(f"[{title}]({file})" for file, title in shown)
+            parts.append(f"### {store}\n\nMade by {command}.\n")
+            discussed = f" Discussed in {links}." if links else ""
+            parts.append(f"{counted}. {_where(records)}.{discussed}\n")
+            parts += [f'--8<-- "generated/{name}.md"\n' for name in names]
+    return "\n".join(parts)
+
+
 def tables() -> dict[str, str]:
     """Returns every generated table by its file name."""
     made = {
@@ -260,6 +362,8 @@ def tables() -> dict[str, str]:
         "sharding-models.md": models_memory(),
         "step-ledger.md": render_markdown(ledger_table(judgements, counted=counted)),
         "calibration-repeats.md": render_markdown(repeats_table(repeated)),
+        "scale-ranks.md": scale_by_ranks(),
+        "benchmarks.md": benchmarks(),
     }
     return {**made, **profiled, **others}
 

@@ -116,7 +116,14 @@ def test_torchrun() -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize(("num_hosts", "ranks_per_host"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_hosts", "ranks_per_host"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        (2, 2),
+    ],
+)
 def test_the_lab(num_hosts: int, ranks_per_host: int) -> None:
     lab = [str(BIN / "paceline"), "lab", "run", "--rate", "1gbit"]
     lab += ["--hosts", str(num_hosts), "--ranks-per-host", str(ranks_per_host), "--", PYTHON]
@@ -151,10 +158,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("options", "world_size", "num_hosts"),
     [
-        (["-N", "1", "-n", "2"], 2, 1),
+        pytest.param(["-N", "1", "-n", "2"], 2, 1, marks=pytest.mark.slow),
         (["-N", "2", "--ntasks-per-node", "2"], 4, 2),
         # One task per node, which sees two GPUs and starts a rank for each.
-        (["-N", "1", "-n", "1", "--gpus-per-node", "2"], 2, 1),
+        pytest.param(["-N", "1", "-n", "1", "--gpus-per-node", "2"], 2, 1, marks=pytest.mark.slow),
         (["-N", "2", "-n", "2", "--gpus-per-node", "2"], 4, 2),
     ],
 )
@@ -165,7 +172,10 @@ def test_slurm(slurm: dict[str, str], options: list[str], world_size: int, num_h
 
 
 @needs_slurm
-@pytest.mark.parametrize("options", [["-n", "2"], ["-n", "1", "--gpus-per-node", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    [["-n", "2"], pytest.param(["-n", "1", "--gpus-per-node", "2"], marks=pytest.mark.slow)],
+)
 def test_slurm_passes_exit_codes(slurm: dict[str, str], options: list[str]) -> None:
     failed = _run(
         "srun",

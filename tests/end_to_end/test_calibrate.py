@@ -4,6 +4,8 @@ import json
 import pathlib
 import subprocess
 
+import pytest
+
 from paceline.records import CaseValue, Record, join_key
 from tests.end_to_end.test_communication import BIN, run
 
@@ -17,6 +19,7 @@ def _quantities(records: list[Record]) -> set[CaseValue]:
     return {record.case["quantity"] for record in records}
 
 
+@pytest.mark.slow
 def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
     measured = run(PACELINE, *CALIBRATE, "--store", "machine.jsonl", cwd=tmp_path)
     assert _quantities(measured) == {
@@ -42,6 +45,7 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
     assert "2 measured cases are too few" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_alone_has_nobody_to_send_to(tmp_path: pathlib.Path) -> None:
     alone = run(PACELINE, *CALIBRATE, "--world-size", "1", cwd=tmp_path)
     assert _quantities(alone) == {*("linear", "attention", "stream", "copy", "call", "optimizer")}

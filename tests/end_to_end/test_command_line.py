@@ -67,6 +67,7 @@ def test_bench_step_prints_one_record_and_stores_it(tmp_path: pathlib.Path) -> N
     assert (tmp_path / "paceline-records.jsonl").read_text() == result.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_becomes_a_table_and_plots(tmp_path: pathlib.Path) -> None:
     store = ["--store", "deep/records.jsonl"]
     result = paceline(
@@ -96,6 +97,7 @@ def test_a_sweep_becomes_a_table_and_plots(tmp_path: pathlib.Path) -> None:
     assert chosen.splitlines() == ["one/warmup.png", "one/warmup.svg"]
 
 
+@pytest.mark.slow
 def test_bench_step_variants(tmp_path: pathlib.Path) -> None:
     result = paceline(
         *("bench", "step", *FAST, "--warmup", "1", "--steps", "1", "--json"),
@@ -108,9 +110,8 @@ def test_bench_step_variants(tmp_path: pathlib.Path) -> None:
     assert all(record.outcome == "ok" for record in records)
 
 
-@pytest.mark.parametrize(
-    "flag", ["--compile", pytest.param("--compile-blocks", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--compile", "--compile-blocks"])
 def test_bench_step_compiled(tmp_path: pathlib.Path, flag: str) -> None:
     result = paceline(
         *("bench", "step", *FAST, "--warmup", "1", "--steps", "2", "--json", flag), cwd=tmp_path
@@ -140,7 +141,10 @@ def test_what_cannot_fit_is_skipped_and_what_does_not_fit_is_recorded(
     assert "allocate" in str(record.reason)
 
 
-@pytest.mark.parametrize("flags", [[], ["--compile"], ["--causal"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--causal"], *(pytest.param(flags, marks=pytest.mark.slow) for flags in ([], ["--compile"]))],
+)
 def test_bench_attention(tmp_path: pathlib.Path, flags: list[str]) -> None:
     result = paceline(
         *("bench", "attention", "--head-dim", "16", "--context", "128", "--batch", "2"),
@@ -152,6 +156,7 @@ def test_bench_attention(tmp_path: pathlib.Path, flags: list[str]) -> None:
     assert record.metrics["saved_for_backward_bytes"].value > 0
 
 
+@pytest.mark.slow
 def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
     result = paceline("env", "--self-test", "--json", cwd=tmp_path)
     record = decode_record(result.stdout.encode())
@@ -254,7 +259,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: pathlib.Path) -> None:
         # A launcher in the background may ignore interrupts, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    time.sleep(8)
+    time.sleep(5)
     os.killpg(process.pid, signal.SIGINT)
     _out, error = process.communicate(timeout=20)
     assert process.returncode == 130

@@ -67,6 +67,7 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     assert all(record.case["world_size"] == 2 for record in records)
 
 
+@pytest.mark.slow
 def test_in_the_lab_every_record_knows_its_link(tmp_path: pathlib.Path) -> None:
     require_lab()
     lab = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--rate", "500mbit", "--"]

@@ -27,7 +27,9 @@ def test_naive_equals_the_baseline() -> None:
     ("script", "arguments", "num_messages"),
     [
         ("benchmark_naive_ddp.py", ("--model", "transformer"), 75),
-        ("benchmark_optimized_ddp.py", ("--mode", "flat"), 1),
+        pytest.param(
+            *("benchmark_optimized_ddp.py", ("--mode", "flat"), 1), marks=pytest.mark.slow
+        ),
         pytest.param(
             *("benchmark_optimized_ddp.py", ("--mode", "individual"), 75), marks=pytest.mark.slow
         ),

@@ -2,6 +2,8 @@
 
 import pathlib
 
+import pytest
+
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, require_lab, run
 
 SMALL = [
@@ -52,6 +54,7 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     assert all(record.case["world_size"] == 2 for record in records)
 
 
+@pytest.mark.slow
 def test_in_the_lab_every_record_knows_its_link(tmp_path: pathlib.Path) -> None:
     require_lab()
     lab = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--rate", "100mbit", "--"]

@@ -66,6 +66,7 @@ def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
         assert _bytes(measured[name], "after_init")[0] == 2 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_predictions_stand_beside_what_they_predict(tmp_path: pathlib.Path) -> None:
     names = ("none", "bucketed", "torch_ddp", "torch_zero_view", "sharded_optimizer")
     records = run(str(BIN / "paceline"), *SMALL, "--strategies", *names, cwd=tmp_path)
@@ -82,6 +83,7 @@ def test_predictions_stand_beside_what_they_predict(tmp_path: pathlib.Path) -> N
             assert actual.metrics[name].value == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     two = ["--strategies", "torch_ddp", "sharded"]
     records = run(*TORCHRUN, *SMALL, *two, cwd=tmp_path)

@@ -59,6 +59,7 @@ def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     assert {"matmul", "optimizer"} <= kinds
 
 
+@pytest.mark.slow
 def test_profiles_work_in_the_lab(tmp_path: pathlib.Path) -> None:
     require_lab()
     lab = [PACELINE, "lab", "run", "--hosts", "2", "--rate", "50mbit", "--", PACELINE]

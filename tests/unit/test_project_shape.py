@@ -124,7 +124,9 @@ EXPORTS = {
     },
     "paceline.lab": {"Host", "LabError", "LinkShape", "hosts"},
 }
-TORCH_FREE_ROOMS = ("core", "records", "accounting", "planner", "scaling", "lab", "reports", "cli")
+TORCH_FREE_ROOMS = (
+    *("core", "records", "accounting", "planner", "scaling", "lab", "reports", "workflows", "cli"),
+)
 
 
 @pytest.mark.parametrize("module", EXPORTS)
@@ -162,6 +164,15 @@ def test_parsing_a_command_loads_neither_torch_nor_numpy() -> None:
         "import paceline.cli.main\n"
         "heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ranks_do_not_wait_for_a_compiler_that_they_may_not_need() -> None:
+    code = (
+        "import sys\n"
+        "import paceline.benchmarks.data_parallel_sweep, paceline.models, paceline.parallel\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

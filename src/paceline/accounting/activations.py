@@ -102,7 +102,15 @@ def saved_for_backward_bytes(
     precision: Precision = _FLOAT32,
     attention: AttentionImplementation = "sdpa",
 ) -> int:
-    """Returns all that autograd keeps when forward is over, without weights and tokens."""
+    """Returns all that autograd keeps when forward is over, without weights and tokens.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        activation_checkpointing: full if each block's activations are recomputed in backward.
+        precision: Formats of weights, gradients, state and arithmetic.
+        attention: sdpa if attention is fused, naive if it stores its scores.
+    """
     return saved_for_backward(
         shape, batch, activation_checkpointing, precision=precision, attention=attention
     ).total
@@ -121,6 +129,14 @@ def peak_activation_bytes(
 
     Where weights' gradients lie afterwards is not part of this, unless `keeps_gradients` says that
     they stay where they were made.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        activation_checkpointing: full if each block's activations are recomputed in backward.
+        precision: Formats of weights, gradients, state and arithmetic.
+        attention: sdpa if attention is fused, naive if it stores its scores.
+        keeps_gradients: Whether gradients stay where they were made.
     """
     peaks = activation_peaks(
         shape,

@@ -48,7 +48,9 @@ class AttentionFlops:
     """Operations of both passes."""
 
     forward: int
+    """Of the two products of forward."""
     backward: int
+    """Of the five products of backward."""
 
     @property
     def total(self) -> int:
@@ -62,7 +64,13 @@ def visible_pairs(length: int, *, causal: bool) -> int:
 
 
 def attention_flops(batch: BatchShape, head_dim: int, *, causal: bool) -> AttentionFlops:
-    """Counts the products of the pairs that see each other, scores recomputed in backward."""
+    """Counts the products of the pairs that see each other, scores recomputed in backward.
+
+    Args:
+        batch: Sequences of a pass, and their length.
+        head_dim: Width of a head.
+        causal: Whether a query sees only the keys up to its own position.
+    """
     num_pairs = batch.num_sequences * visible_pairs(batch.context_length, causal=causal)
     one_product = 2 * num_pairs * head_dim
     return AttentionFlops(forward=2 * one_product, backward=5 * one_product)
@@ -76,7 +84,15 @@ def attention_saved_bytes(
     *,
     causal: bool,
 ) -> int:
-    """Returns what autograd keeps from forward to backward, inputs included; not compiled."""
+    """Returns what autograd keeps from forward to backward, inputs included; not compiled.
+
+    Args:
+        implementation: naive, which stores all scores, or one that does not.
+        batch: Sequences of a pass, and their length.
+        head_dim: Width of a head.
+        element_bytes: Bytes of one number.
+        causal: Whether a mask is kept beside stored scores.
+    """
     vector = batch.tokens_per_pass * head_dim * element_bytes
     sum_bytes = _sum_bytes(element_bytes)
     if implementation != "naive":
@@ -93,7 +109,14 @@ def tiled_attention_peak_bytes(
     *,
     causal: bool,
 ) -> int:
-    """Returns the most that one forward and backward pass of tiles holds, inputs included."""
+    """Returns the most that one forward and backward pass of tiles holds, inputs included.
+
+    Args:
+        batch: Sequences of a pass, and their length.
+        head_dim: Width of a head.
+        element_bytes: Bytes of one number.
+        causal: Whether tiles above the diagonal are left out.
+    """
     sum_bytes = _sum_bytes(element_bytes)
     num_together = min(batch.num_sequences, _TILE_HEADS)
     num_queries = min(batch.context_length, _TILE_QUERIES)
@@ -131,6 +154,13 @@ def minimum_attention_bytes(
     compiled backward may write the scores' gradient over that of the probabilities. Where they
     are not, inputs, output and the gradients of all four are there in the end, and one number per
     query.
+
+    Args:
+        implementation: naive, which stores all scores, or one that does not.
+        batch: Sequences of a pass, and their length.
+        head_dim: Width of a head.
+        element_bytes: Bytes of one number.
+        compiled: Whether torch.compile may reuse memory in backward.
     """
     if implementation != "naive":
         return _ends_bytes(batch, head_dim, element_bytes)

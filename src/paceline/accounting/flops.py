@@ -26,8 +26,11 @@ class FlopsPerToken:
     """Operations for one token of a sequence, averaged over its positions."""
 
     forward: float
+    """Of the forward pass."""
     backward: float
+    """Of the backward pass."""
     recomputation: float
+    """Of activations that are computed a second time; 0 without checkpointing."""
 
     @property
     def model(self) -> float:
@@ -47,7 +50,14 @@ def flops_per_token(
     convention: AttentionConvention = "full",
     activation_checkpointing: ActivationCheckpointing = "none",
 ) -> FlopsPerToken:
-    """Counts the operations that training on one token takes."""
+    """Counts the operations that training on one token takes.
+
+    Args:
+        shape: The model's dimensions.
+        context_length: Tokens of a sequence.
+        convention: full counts all scores, causal the half that a mask leaves.
+        activation_checkpointing: full if each block's activations are recomputed in backward.
+    """
     parameters = count_parameters(shape)
     keys_per_query = context_length if convention == "full" else (context_length + 1) / 2
     attention = 4 * shape.num_layers * shape.attention_width * keys_per_query

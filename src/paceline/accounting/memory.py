@@ -18,6 +18,12 @@ def minimum_step_bytes(
 
     From the second step on, weights and moments are always there. Logits are gone when the last
     gradients appear, and the gradients of the last step when the logits do.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        precision: Formats of weights, gradients, state and arithmetic.
+        phase: forward, forward-backward or train: which parts of a step run.
     """
     num_parameters = count_parameters(shape).total
     resident = bytes_per_element(precision.parameters)

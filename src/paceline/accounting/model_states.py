@@ -55,7 +55,7 @@ _OWN_BUCKETS: tuple[StrategyName, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Bytes of one device that outlive a step; arrays where world sizes are."""
+    """Bytes that outlive a step: `parameters`, `gradients`, `optimizer_state`; arrays by ranks."""
 
     parameters: Any
     gradients: Any
@@ -71,7 +71,7 @@ def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def parameter_sizes(shape: ModelShape) -> list[int]:
-    """Returns the elements of every parameter of `TransformerLM`, in its order."""
+    """Returns the elements of every parameter of `TransformerLM` of this `shape`, in its order."""
     return [num_rows * num_columns for num_rows, num_columns in parameter_shapes(shape)]
 
 
@@ -85,8 +85,9 @@ def model_state_bytes(
 ) -> ModelStates:
     """Returns what one device keeps of the model; on the rank that keeps most.
 
-    `world_size` may be an array of integers. The size of buckets, in MiB, makes a difference only
-    where gradients are divided, and there only to what fills them up.
+    Of a model of this `shape` and `precision`, under a `strategy`. `world_size` may be an array of
+    integers. `bucket_size_mb`, in MiB, makes a difference only where gradients are divided, and
+    there only to what fills them up.
     """
     if np.ndim(world_size):
         many = [

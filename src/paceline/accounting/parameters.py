@@ -17,13 +17,17 @@ class ParameterCount:
     """Parameters of a whole model, by role."""
 
     embedding: int
+    """One row per word of the vocabulary."""
     positions: int
+    """Learned positions; 0 where positions are rotary."""
     attention: int
     """Weights of the query, key, value and output projections, all layers."""
     feed_forward: int
     """Weights of the feed-forward matrices, all layers."""
     biases: int
+    """Of all layers; 0 where there are none."""
     norms: int
+    """Scales and shifts of all norms."""
     head: int
     """Weights that only the output layer has; 0 when it is tied to the embedding."""
     matmul: int
@@ -44,7 +48,11 @@ class ParameterCount:
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Counts the parameters of a shape exactly."""
+    """Counts the parameters of a shape exactly.
+
+    Args:
+        shape: The model's dimensions.
+    """
     embedding = shape.vocab_size * shape.d_model
     positions = shape.max_context_length * shape.d_model if shape.positions == "learned" else 0
     attention_per_layer = shape.d_model * (2 * shape.attention_width + 2 * shape.key_value_width)

@@ -51,7 +51,7 @@ INSTANTS = ("after_init", "before_step", "after_step")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryParts:
-    """Bytes of one device at one instant, by what they hold."""
+    """Bytes of a device at one instant: `parameters`, `gradients`, `optimizer_state` and others."""
 
     parameters: int
     gradients: int
@@ -80,7 +80,15 @@ def step_memory(
 ) -> dict[str, MemoryParts]:
     """Predicts the memory of a step at its three instants, on the rank that holds most.
 
-    The size of buckets, in MiB, makes a difference where they are sent to owners and let go.
+    Args:
+        shape: The model.
+        batch: Of one rank.
+        precision: Formats of parameters, activations and the optimizer's state.
+        strategy: How ranks are kept equal, and what of the states each holds.
+        world_size: How many ranks there are.
+        activation_checkpointing: Whether blocks are computed once more in backward.
+        attention: Fused (sdpa, tiled), or storing its scores (naive).
+        bucket_size_mb: In MiB; matters where buckets are sent to owners and let go.
     """
     states = model_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb

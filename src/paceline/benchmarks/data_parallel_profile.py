@@ -23,6 +23,7 @@ from paceline.benchmarks.data_parallel_sweep import (
 )
 from paceline.benchmarks.devices import current_environment
 from paceline.benchmarks.measure import Progress
+from paceline.benchmarks.rank_memory import memory_obstacle
 from paceline.benchmarks.ranks import MeasuringRanks
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
@@ -56,6 +57,9 @@ def trace_data_parallel(
         raise UsageError("--model: one trace is of one model; name exactly one")
     records: list[Record] = []
     for ranks in data_parallel_groups(sweep):
+        strategies = [variant.strategy for variant in cases[0].variants]
+        if (obstacle := memory_obstacle(ranks, cases[0].step, strategies)) is not None:
+            raise UsageError(obstacle)
         prepare_and_warm_up(sweep, cases[0], ranks, on_progress)
         traced: TracedRounds = ranks.run(trace_rounds, trace, sweep.rounds)
         on_progress(sweep.num_rounds, sweep.num_rounds)

@@ -15,11 +15,13 @@ from paceline.benchmarks.data_parallel import (
 from paceline.benchmarks.data_parallel_config import DataParallelCase, DataParallelSweep, Variant
 from paceline.benchmarks.devices import current_environment
 from paceline.benchmarks.measure import Progress, ratio_metric
+from paceline.benchmarks.rank_memory import memory_obstacle
 from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, sweep_ranks
 from paceline.benchmarks.strategy_step import strategy_case_fields
 from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records.schema import Outcome
 
 _logger = logging.getLogger(__name__)
 
@@ -65,20 +67,23 @@ def _records_of(
     ranks: MeasuringRanks,
     on_progress: Progress,
 ) -> Iterator[Record]:
-    try:
-        results: list[VariantResult] | None = _measure(sweep, case, ranks, on_progress)
-        reason = None
-    except PacelineError as error:
-        if not ranks.survives_failure:
-            raise
-        results, reason = None, failure_reason(error)
+    results: list[VariantResult] | None = None
+    outcome: Outcome = "skipped"
+    reason = memory_obstacle(ranks, case.step, [variant.strategy for variant in case.variants])
+    if reason is None:
+        try:
+            results, outcome = _measure(sweep, case, ranks, on_progress), "ok"
+        except PacelineError as error:
+            if not ranks.survives_failure:
+                raise
+            outcome, reason = "failed", failure_reason(error)
     for index, variant in enumerate(case.variants):
         yield Record(
             kind="ddp",
             case=case_fields(case, variant, ranks),
             environment=current_environment(),
             metrics={} if results is None else _metrics(results[index], results[0]),
-            outcome="ok" if reason is None else "failed",
+            outcome=outcome,
             reason=reason,
         )
         if results is not None:

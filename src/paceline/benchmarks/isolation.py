@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Literal, TypeVar
 
-from paceline.core.processes import die_with_parent
+from paceline.core.processes import deaf_to_interrupts, die_with_parent
 from paceline.core.units import format_binary_bytes
 
 Result = TypeVar("Result")
@@ -60,7 +60,8 @@ def run_isolated(
         args=(sender, os.getpid(), memory_limit_bytes, function, argument),
         daemon=True,
     )
-    process.start()
+    with deaf_to_interrupts():
+        process.start()
     sender.close()
     deadline = time.monotonic() + timeout_s
     try:
@@ -114,8 +115,6 @@ def _child_main(
     message: tuple[str, Any, str | None]
     try:
         message = ("ok", function(argument, report_progress), None)
-    except KeyboardInterrupt:
-        return
     except BaseException as error:
         message = _failure(error)
     connection.send(("end", *message))

@@ -7,6 +7,7 @@ from paceline.accounting.step_memory import MemoryParts, step_memory
 from paceline.benchmarks.devices import current_environment, resolve_device
 from paceline.benchmarks.optimizer import OptimizerResult, measure
 from paceline.benchmarks.optimizer_config import OptimizerCase, OptimizerSweep
+from paceline.benchmarks.rank_memory import memory_obstacle
 from paceline.benchmarks.ranks import MeasuringRanks, failure_reason, sweep_ranks
 from paceline.benchmarks.strategy_step import strategy_case_fields
 from paceline.core.errors import PacelineError
@@ -15,6 +16,7 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.kernels import resolve_implementation
 from paceline.records import Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records.schema import Outcome
 
 # What making a model and following its first steps may take.
 _GRACE_S = 600.0
@@ -37,20 +39,24 @@ def optimizer_records(sweep: OptimizerSweep) -> Iterator[Record]:
 def _records_of(
     sweep: OptimizerSweep, case: OptimizerCase, ranks: MeasuringRanks
 ) -> Iterator[Record]:
-    try:
-        metrics = _metrics(ranks.run(measure, case, sweep.time_limit_s))
-        reason = None
-    except PacelineError as error:
-        if not ranks.survives_failure:
-            raise
-        metrics, reason = {}, failure_reason(error)
+    metrics: dict[str, Metric] = {}
+    outcome: Outcome = "skipped"
+    reason = memory_obstacle(ranks, case.step, [case.variant.strategy])
+    if reason is None:
+        try:
+            metrics = _metrics(ranks.run(measure, case, sweep.time_limit_s))
+            outcome = "ok"
+        except PacelineError as error:
+            if not ranks.survives_failure:
+                raise
+            outcome, reason = "failed", failure_reason(error)
     fields = strategy_case_fields(case.step, case.variant, ranks)
     yield Record(
         kind="optimizer",
         case=fields,
         environment=current_environment(),
         metrics=metrics,
-        outcome="ok" if reason is None else "failed",
+        outcome=outcome,
         reason=reason,
     )
     predicted = _predict(case, ranks.world_size)

@@ -16,10 +16,12 @@ from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import StepCase
 from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
 from paceline.benchmarks.measure import Progress
-from paceline.benchmarks.memory import storage_bytes
+from paceline.benchmarks.memory import storage_bytes, usable_memory_bytes
 from paceline.benchmarks.step import TrainingStep, step_case_fields
+from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
+from paceline.core.units import format_binary_bytes
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.records import CaseValue, Metric, Record
@@ -37,6 +39,7 @@ _SNAPSHOT = "memory-snapshot.pickle"
 def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
     """Traces a step and returns what its operators took, and what its memory was for."""
     device = resolve_device(case.device)
+    _require_memory(case, device)
     step = TrainingStep(case, device)
     total = case.warmup + case.steps + 1
     for completed in range(case.warmup):
@@ -58,6 +61,18 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
         *_memory_records(case, device, timeline),
         *_allocation_records(case, timeline),
     ]
+
+
+def _require_memory(case: StepCase, device: torch.device) -> None:
+    """Raises where not even the least that a step takes can fit."""
+    precision = precision_preset(case.precision)
+    needed = minimum_step_bytes(case.shape, case.batch, precision, case.phase)
+    usable = usable_memory_bytes(device)
+    if usable is not None and needed > usable:
+        raise UsageError(
+            f"--model {case.model} needs at least {format_binary_bytes(needed)}, "
+            f"{format_binary_bytes(usable)} may be used; take a smaller model or batch"
+        )
 
 
 def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:

@@ -6,6 +6,7 @@ Nothing here, nor in any module that it imports, may load torch or numpy: a verb
 are needed to parse its flags, its work is not.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ Verb = (
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _PARSING = (
     tyro.conf.OmitArgPrefixes,
     tyro.conf.OmitSubcommandPrefixes,
@@ -44,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0
     try:
-        command: Verb = tyro.cli(
-            Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
-        )
-        exit_code = _run(command)
+        exit_code = _run(parse(arguments))
         sys.stdout.flush()
     except PacelineError as error:
         sys.stderr.write(f"paceline: error: {error}\n")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "paceline").partition(".")[0]
+        if package == "paceline":
+            raise
+        sys.stderr.write(f"paceline: error: {_missing(package)}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("paceline: interrupted\n")
         return 130
@@ -59,7 +65,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit; give it somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        remedy = "make room" if error.errno in _FULL else "name another path"
+        sys.stderr.write(f"paceline: error: {place}{error.strerror}; {remedy}\n")
+        return 1
     return exit_code
+
+
+def parse(arguments: Sequence[str]) -> Verb:
+    """Returns the verb that a command line asks for, with its options; leaves if it is none."""
+    command: Verb = tyro.cli(
+        Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
+    )
+    return command
+
+
+def _missing(package: str) -> str:
+    """Says what to do about a package that a verb needs and that is not installed."""
+    if package == "torch":
+        return (
+            "torch is not installed, and this verb computes with it; pip install torch, without a "
+            "GPU its CPU build; plan, scaling, report and lab work without it"
+        )
+    return f"the package {package} is not installed; pip install {package}"
 
 
 def _run(command: Verb) -> int:

@@ -1,6 +1,7 @@
-"""``paceline report``: tables and pictures from a store."""
+"""``paceline report``: tables, pictures and a whole report from a store."""
 
 import dataclasses
+import os
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,11 +10,14 @@ import msgspec
 import tyro
 
 from paceline.cli.bench import StoreOptions
-from paceline.cli.output import OutputOptions, print_record, stdout_console
+from paceline.cli.output import OutputOptions, print_record, stderr_console, stdout_console
 from paceline.core.errors import UsageError
+from paceline.workflows.scales import PresetName
 
 if TYPE_CHECKING:
     from paceline.records import Record
+
+_COURSE_DATA = "PACELINE_COURSE_DATA"
 
 PlotName = Literal[
     "step-time",
@@ -57,20 +61,48 @@ class PlotCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildCommand:
+    """Answer every question of the courses from records, in one page; measure what is missing.
+
+    Writes report.html, which needs nothing else, and report.md with its pictures.
+    """
+
+    out: pathlib.Path = pathlib.Path("report")
+    """Directory for the report, and for what the commands of a preset print."""
+    preset: PresetName | None = None
+    """Measure what the store lacks for this kind of machine; by default nothing is measured."""
+    quick: bool = False
+    """Smaller models, fewer sizes and fewer samples."""
+    runs: pathlib.Path | None = None
+    """Training runs for the scaling-law question; by default what PACELINE_COURSE_DATA names, and
+    without it runs that are made up."""
+    store: StoreOptions
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        if self.quick and self.preset is None:
+            raise UsageError("--quick is about what a preset measures; give --preset as well")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Make tables and pictures from records; measures nothing."""
+    """Make tables, pictures and reports from records."""
 
     form: (
         Annotated[TableCommand, tyro.conf.subcommand("table")]
         | Annotated[PlotCommand, tyro.conf.subcommand("plot")]
+        | Annotated[BuildCommand, tyro.conf.subcommand("build")]
     )
 
 
 def run(command: ReportCommand) -> int:
-    """Reads the store and prints or draws."""
+    """Reads the store and prints, draws or writes."""
     from paceline.records import RecordStore, latest_per_case
 
     form = command.form
+    if isinstance(form, BuildCommand):
+        _build(form)
+        return 0
     records = latest_per_case(RecordStore(form.store.store).read())
     if isinstance(form, TableCommand):
         _print_table(form, records)
@@ -119,3 +151,35 @@ def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
                 sys.stdout.write(msgspec.json.encode(entry).decode() + "\n")
             else:
                 sys.stdout.write(f"{path}\n")
+
+
+def _build(command: BuildCommand) -> None:
+    from paceline.scaling import read_sweep
+    from paceline.workflows.presets import battery_cases
+    from paceline.workflows.report_build import measure_and_write
+
+    runs = command.runs
+    if runs is None and _COURSE_DATA in os.environ:
+        runs = pathlib.Path(os.environ[_COURSE_DATA])
+    if runs is not None:
+        read_sweep(runs)  # A file that cannot be read is better known before hours of measuring.
+    cases = () if command.preset is None else battery_cases(command.preset, quick=command.quick)
+    console = stderr_console()
+    built = measure_and_write(
+        command.store.store,
+        command.out,
+        cases=cases,
+        runs=runs,
+        say=lambda text: console.print(f"paceline: {text}", markup=False, soft_wrap=True),
+    )
+    if built.num_unanswered:
+        console.print(
+            f"paceline: {built.num_unanswered} cases have no answer; the report says why, and the "
+            "same command tries them again",
+            soft_wrap=True,
+        )
+    for path in built.paths:
+        if command.output.json:
+            sys.stdout.write(msgspec.json.encode({"path": str(path)}).decode() + "\n")
+        else:
+            sys.stdout.write(f"{path}\n")

@@ -17,7 +17,9 @@ class Figure:
     """A number and where it is stated."""
 
     value: float
+    """In the unit of the field that holds it."""
     source: str
+    """The document."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,11 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """Finds a device by its identifier or by the name that its driver reports."""
+    """Finds a device by its identifier or by the name that its driver reports.
+
+    Args:
+        name: Such as h100-sxm, or NVIDIA H100 80GB HBM3.
+    """
     for device in known_devices():
         if name == device.name or name in device.reported_names:
             return device

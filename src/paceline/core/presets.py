@@ -98,7 +98,11 @@ def preset_names() -> tuple[str, ...]:
 
 
 def model_preset(name: str) -> ModelShape:
-    """Returns the named shape; an unknown name is an error that lists the known ones."""
+    """Returns the named shape; an unknown name is an error that lists the known ones.
+
+    Args:
+        name: One of `preset_names`.
+    """
     if name in _PRESETS:
         return _PRESETS[name]
     by_lower_case = {known.lower(): known for known in _PRESETS}

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,6 +17,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 # How long the others may take to end by themselves once one of a group has failed.
 _TERMINATION_GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.005
+_EXCEPTION = 1
+"""The exit code of a Python program that an exception ended."""
+_BLAME_S = 2.0
+"""How long a process may take from closing its connections to its end."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -41,22 +46,40 @@ def exit_code_of(return_code: int) -> int:
 def wait_for_group(processes: Mapping[str, subprocess.Popen[bytes]]) -> tuple[int, str | None]:
     """Waits until all processes end; the first that fails ends the others.
 
+    A process that loses a peer ends with 1, as after any exception, and may end before the peer
+    has: it takes a moment to leave the interpreter. So others get that moment too, and who ended
+    otherwise is to blame.
+
     Returns the exit code of the group, and the name of the process that failed first.
     """
     running = dict(processes)
     try:
-        while running:
-            for name, process in list(running.items()):
-                return_code = process.poll()
-                if return_code is None:
-                    continue
-                del running[name]
-                if return_code != 0:
-                    return exit_code_of(return_code), name
-            time.sleep(_POLL_INTERVAL_S)
-        return 0, None
+        name, code = _next_failure(running, deadline=None)
+        if code == _EXCEPTION:
+            deadline = time.monotonic() + _BLAME_S
+            while running and time.monotonic() < deadline:
+                other, its_code = _next_failure(running, deadline=deadline)
+                if its_code not in (0, _EXCEPTION):
+                    return its_code, other
+        return code, name
     finally:
         end_processes(list(running.values()))
+
+
+def _next_failure(
+    running: dict[str, subprocess.Popen[bytes]], deadline: float | None
+) -> tuple[str | None, int]:
+    """Waits for a process that fails, and returns its name and exit code; takes away who ended."""
+    while running and (deadline is None or time.monotonic() < deadline):
+        for name, process in list(running.items()):
+            return_code = process.poll()
+            if return_code is None:
+                continue
+            del running[name]
+            if return_code != 0:
+                return name, exit_code_of(return_code)
+        time.sleep(_POLL_INTERVAL_S)
+    return None, 0
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -71,6 +94,23 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Lets processes that are started while it is open never hear of a Ctrl-C.
+
+    A terminal sends it to parent and children alike. The parent answers it and ends them; they
+    would only add tracebacks, above all while they are still importing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ class BackendChoice:
     """Which backend computes attention, and why."""
 
     backend: BackendName
+    """Its name."""
     reason: str
+    """Why it and no other, in words."""
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -45,7 +47,14 @@ def explain_backend(
     head_dim: int = 64,
     backend: AttentionBackend = "auto",
 ) -> BackendChoice:
-    """Says which backend `flash_attention` uses for such tensors, and why."""
+    """Says which backend `flash_attention` uses for such tensors, and why.
+
+    Args:
+        device: Where the tensors are.
+        dtype: Their format.
+        head_dim: Width of a head.
+        backend: What is asked for; auto leaves the choice.
+    """
     require_choice("attention", "backend", backend, AttentionBackend)
     if backend != "auto":
         return BackendChoice(backend=backend, reason="it was asked for")
@@ -72,7 +81,6 @@ def explain_backend(
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.cache  # It is asked in every layer of every step.
 def _triton_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
@@ -83,6 +91,11 @@ def _triton_obstacle(device: torch.device) -> str | None:
     if capability < _OLDEST_CAPABILITY:
         return f"they need compute capability 8.0, this device has {'.'.join(map(str, capability))}"
     return None
+
+
+# What torch.compiler.assume_constant_result does. The decorator itself imports torch's compiler,
+# for which every program would wait more than a second.
+_triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @overload
@@ -159,7 +172,12 @@ def flash_attention(
 def resolve_implementation(
     implementation: AttentionImplementation, device: torch.device | str
 ) -> AttentionKind:
-    """Returns what a model's implementation of attention comes down to on a device."""
+    """Returns what a model's implementation of attention comes down to on a device.
+
+    Args:
+        implementation: As a model's configuration has it; auto leaves the choice.
+        device: Where it is to run.
+    """
     if implementation == "naive":
         return "naive"
     return explain_backend(device, backend=implementation).backend
@@ -173,7 +191,15 @@ def attention(
     causal: bool,
     implementation: AttentionImplementation,
 ) -> Tensor:
-    """Computes attention as the model's configuration names it: naive stores all scores."""
+    """Computes attention as the model's configuration names it: naive stores all scores.
+
+    Args:
+        query: (batch, heads, queries, head_dim).
+        key: (batch, key heads, keys, head_dim).
+        value: As the keys.
+        causal: Whether a query sees only the keys up to its own position.
+        implementation: A backend of `flash_attention`, or naive.
+    """
     if implementation != "naive":
         return flash_attention(query, key, value, causal=causal, backend=implementation)
     if query.shape[1] != key.shape[1]:

@@ -22,7 +22,17 @@ def attention_reference(
     scale: float | None = None,
     causal_align: CausalAlign = "top_left",
 ) -> Float[Tensor, "*batch queries value_dim"]:
-    """Computes softmax(scale Q Kᵀ) V, with 1 / sqrt(d) as the usual scale."""
+    """Computes softmax(scale Q Kᵀ) V, with 1 / sqrt(d) as the usual scale.
+
+    Args:
+        query: (..., queries, head_dim).
+        key: (..., keys, head_dim).
+        value: (..., keys, value_dim).
+        causal: Whether a query sees only some of the keys.
+        scale: By default 1 / sqrt(head_dim).
+        causal_align: Whether the mask starts from the first query and key, or ends at the last
+            ones.
+    """
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     diagonal = causal_diagonal(num_queries, num_keys, causal=causal, align=causal_align)
     with named_range(ATTENTION_SCORES):

@@ -98,7 +98,11 @@ class TransformerLM(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "batch sequence"]
     ) -> Float[Tensor, "batch sequence vocabulary"]:
-        """Returns the logits of the next token at every position."""
+        """Returns the logits of the next token at every position.
+
+        Args:
+            tokens: Numbers below the vocabulary's size.
+        """
         if tokens.shape[-1] > self.shape.max_context_length:
             raise ShapeError(
                 f"a sequence of {tokens.shape[-1]} tokens is longer than the model's "
@@ -128,7 +132,12 @@ class TransformerLM(nn.Module):
 def next_token_loss(
     logits: Float[Tensor, "batch sequence vocabulary"], targets: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, ""]:
-    """Returns the mean cross-entropy in float32, whatever format the logits have."""
+    """Returns the mean cross-entropy in float32, whatever format the logits have.
+
+    Args:
+        logits: Of every position.
+        targets: The token that follows each.
+    """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

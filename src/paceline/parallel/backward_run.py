@@ -39,6 +39,7 @@ class SynchronizationStats:
     """The last synchronisation on this rank."""
 
     buckets: tuple[BucketStats, ...]
+    """Each bucket's size, launch and finish, in the order of the plan."""
     backward_s: float
     """From the gradient of the module's output to the end of backward."""
     exposed_wait_s: float

@@ -32,6 +32,7 @@ class BucketedDataParallel(DataParallel):
         module: The model.
         bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
             per dtype; "auto" to measure the group, watch the first steps, and choose.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ class UnusedParameter:
     """A parameter that had no gradient in the last synchronised backward pass."""
 
     name: str
+    """As the module calls it."""
     ranks: tuple[int, ...]
     """Ranks of the group on which it had none."""
 
@@ -112,7 +113,12 @@ class DataParallel(nn.Module):
         return self.is_distributed
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the module."""
+        """Runs the module.
+
+        Args:
+            arguments: As the module takes them.
+            keywords: As the module takes them.
+        """
         if not (self._synchronizes and torch.is_grad_enabled()):
             return self.module(*arguments, **keywords)
         synchronizer = self._prepare()
@@ -154,6 +160,9 @@ class DataParallel(nn.Module):
         Call it on all ranks, before backward. The average over ranks of mean losses is not the
         mean over all tokens where ranks hold different numbers of them; weighted, it is. If all
         weights are zero, all ranks count alike.
+
+        Args:
+            weight: Not negative.
         """
         if not weight >= 0:
             raise UsageError(f"a gradient's weight must not be negative, got {weight}")

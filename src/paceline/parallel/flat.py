@@ -13,7 +13,12 @@ from paceline.parallel.settings import Launch
 
 
 class FlatDataParallel(DataParallel):
-    """Averages all gradients at once after backward; keywords as in `DataParallel`."""
+    """Averages all gradients at once after backward; keywords as in `DataParallel`.
+
+    Args:
+        module: The model.
+        keywords: process_group, reduction_dtype, broadcast_buffers.
+    """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
         super().__init__(module, cap_bytes=None, launch=Launch.AFTER_BACKWARD, **keywords)

@@ -303,7 +303,12 @@ class FullyShardedDataParallel(nn.Module):
         return self._group.get()
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the module."""
+        """Runs the module.
+
+        Args:
+            arguments: As the module takes them.
+            keywords: As the module takes them.
+        """
         if self._compute_dtype is not None:
             arguments, keywords = tree_map_only(
                 Tensor, functools.partial(_cast, dtype=self._compute_dtype), (arguments, keywords)

@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
 from paceline.core.errors import PacelineError
-from paceline.core.processes import die_with_parent
+from paceline.core.processes import deaf_to_interrupts, die_with_parent
 from paceline.parallel.placement import Placement
 from paceline.parallel.rendezvous import rendezvous_path
 from paceline.records.environment import threads_per_rank
@@ -41,6 +41,13 @@ def run_ranks(
     The function, its arguments and its results are pickled, so the function must be
     importable. Returns the results by rank; raises `RankError` with the traceback of the
     first rank that failed.
+
+    Args:
+        function: Importable by the ranks.
+        world_size: Number of ranks.
+        arguments: The same for every rank.
+        backend: gloo or nccl.
+        timeout_s: After which a collective that makes no progress, or the whole run, is an error.
     """
     with RankPool(world_size, backend=backend, timeout_s=timeout_s) as pool:
         return pool.run(function, *arguments)
@@ -83,7 +90,12 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs ``function(rank, world_size, *arguments)`` on every rank; results by rank."""
+        """Runs ``function(rank, world_size, *arguments)`` on every rank; results by rank.
+
+        Args:
+            function: Importable by the ranks.
+            arguments: Pickled, the same for every rank.
+        """
         if not self._processes:
             self._start()
         try:
@@ -124,7 +136,8 @@ class RankPool:
                     daemon=True,
                     name=f"paceline-rank-{rank}",
                 )
-                process.start()
+                with deaf_to_interrupts():
+                    process.start()
                 ranks_end.close()
                 self._processes.append(process)
                 self._connections.append(own_end)

@@ -14,7 +14,12 @@ from paceline.parallel.settings import Launch
 
 
 class NaiveDataParallel(DataParallel):
-    """Averages parameter by parameter after backward; keywords as in `DataParallel`."""
+    """Averages parameter by parameter after backward; keywords as in `DataParallel`.
+
+    Args:
+        module: The model.
+        keywords: process_group, reduction_dtype, broadcast_buffers.
+    """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
         super().__init__(module, cap_bytes=0, launch=Launch.ONE_BY_ONE, **keywords)

@@ -161,7 +161,11 @@ def load_shards(
 
 
 def merge_shards(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Makes a state dictionary for torch's own optimizer from those that all ranks have saved."""
+    """Makes a state dictionary for torch's own optimizer from those that all ranks have saved.
+
+    Args:
+        states: What every rank's `state_dict()` returned, in any order.
+    """
     merged: dict[int, dict[str, Any]] = {}
     pieces: dict[int, SavedPiece] = {}
     groups: list[dict[str, Any]] = []

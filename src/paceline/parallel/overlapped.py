@@ -14,7 +14,12 @@ from paceline.parallel.settings import Launch
 
 
 class OverlappedDataParallel(DataParallel):
-    """Averages parameter by parameter during backward; keywords as in `DataParallel`."""
+    """Averages parameter by parameter during backward; keywords as in `DataParallel`.
+
+    Args:
+        module: The model.
+        keywords: process_group, reduction_dtype, broadcast_buffers.
+    """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
         super().__init__(module, cap_bytes=0, launch=Launch.WHEN_READY, **keywords)

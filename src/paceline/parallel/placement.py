@@ -31,17 +31,23 @@ class Placement:
     """One rank among all, and where they meet."""
 
     launcher: Launcher
+    """What started it."""
     rank: int
+    """Index among all ranks."""
     world_size: int
+    """Number of all ranks."""
     local_rank: int
     """Index among the ranks of this host; also of the accelerator to use."""
     local_world_size: int
+    """Number of ranks on this host."""
     host: int
     """Index of this host."""
     num_hosts: int
+    """Number of hosts."""
     master_address: str | None = None
     """Where the ranks meet; None when they are alone or meet in a file."""
     master_port: int | None = None
+    """The port at that address."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -90,7 +96,11 @@ def find_placement(
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Returns whether a launcher has started this process as one of several, or may have."""
+    """Returns whether a launcher has started this process as one of several, or may have.
+
+    Args:
+        environment: The process's variables.
+    """
     if "RANK" in environment:
         return True
     # A step of one task is a shell or a plain script, not one rank of several.

@@ -13,6 +13,7 @@ torch.distributed has no authentication, so nothing listens more widely than it 
 import contextlib
 import dataclasses
 import datetime
+import errno
 import ipaddress
 import os
 import socket
@@ -55,8 +56,11 @@ class Session:
     """A rank, its device, and the group that it belongs to."""
 
     placement: Placement
+    """Which rank this is."""
     device: torch.device
+    """What it computes on."""
     backend: str
+    """nccl or gloo."""
 
     @property
     def rank(self) -> int:
@@ -177,9 +181,14 @@ def _bound_socket(address: str, port: int) -> int:
             listener.listen()
             return listener.detach()
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"rank 0 cannot listen on {address}:{port}: another program does; set MASTER_PORT "
+                "to a free port on all ranks"
+            ) from error
         raise UsageError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR and "
-            "MASTER_PORT"
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR to an "
+            "address of its host"
         ) from error
 
 

@@ -67,6 +67,7 @@ class ShardedDataParallel(DataParallel):
             by default the parameters' own dtype.
         process_group: The ranks, as a group, a mesh of one dimension, or a mesh of two over all
             ranks: replicate x shard.
+        keywords: As in `DataParallel`: reduction_dtype, broadcast_buffers.
     """
 
     def __init__(
@@ -110,7 +111,12 @@ class ShardedDataParallel(DataParallel):
         return True  # Even a rank alone has shards, so that its optimizer finds them.
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the module; each layer waits for its own parameters."""
+        """Runs the module; each layer waits for its own parameters.
+
+        Args:
+            arguments: As the module takes them.
+            keywords: As the module takes them.
+        """
         if any(_is_compiled(module) for module in self.module.modules()):
             self.wait_for_parameters()  # A compiled layer cannot wait inside.
         output = super().forward(*arguments, **keywords)
@@ -122,12 +128,21 @@ class ShardedDataParallel(DataParallel):
         self._shared.wait()
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Any]]:
-        """Waits for the parameters, and yields them with their names."""
+        """Waits for the parameters, and yields them with their names.
+
+        Args:
+            arguments: As `torch.nn.Module` takes them.
+            keywords: As `torch.nn.Module` takes them.
+        """
         self.wait_for_parameters()
         return super().named_parameters(*arguments, **keywords)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of parameters and of this rank's shards."""
+        """Clears the gradients of parameters and of this rank's shards.
+
+        Args:
+            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+        """
         super().zero_grad(set_to_none)
         self._shared.zero_gradients(set_to_none=set_to_none)
 
@@ -137,6 +152,10 @@ class ShardedDataParallel(DataParallel):
 
         All ranks call it, between backward and the step, and get the same number. It is not
         finite if any gradient is not: leave out the step then.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: 2 for the Euclidean norm, inf for the largest number.
         """
         if self._shared.steps_in_backward:
             raise UsageError(

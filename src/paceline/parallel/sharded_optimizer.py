@@ -104,7 +104,11 @@ class ShardedOptimizer(Optimizer):
         return list(self._parts.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and divides it among the ranks."""
+        """Adds a group, and divides it among the ranks.
+
+        Args:
+            param_group: As torch's optimizers take it: params, and options that differ.
+        """
         super().add_param_group(param_group)
         if self._is_complete:
             self._divide(self.param_groups[-1:])
@@ -114,6 +118,10 @@ class ShardedOptimizer(Optimizer):
         """Updates this rank's shards and sends them; returns the closure's loss.
 
         Where the container steps in backward, all of that has been done; call it all the same.
+
+        Args:
+            closure: Computes the loss again, with gradients.
+            kwargs: For the optimizer's own step.
         """
         loss = None
         if closure is not None:
@@ -130,7 +138,11 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, owned or not, and of the shards."""
+        """Clears the gradients of all parameters, owned or not, and of the shards.
+
+        Args:
+            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+        """
         super().zero_grad(set_to_none)
         for part in self.parts:
             part.unit.zero_gradients(set_to_none=set_to_none)
@@ -165,7 +177,11 @@ class ShardedOptimizer(Optimizer):
         return save_shards(self.param_groups, self.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of torch's own optimizer, or what this rank itself has saved."""
+        """Takes the state of torch's own optimizer, or what this rank itself has saved.
+
+        Args:
+            state_dict: Of all parameters, or of this rank's shards.
+        """
         self.load_shards([state_dict])
 
     def load_shards(self, states: Iterable[dict[str, Any]]) -> None:

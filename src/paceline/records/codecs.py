@@ -11,12 +11,21 @@ from paceline.core.plan import Plan
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Encodes a plan as one JSON object."""
+    """Encodes a plan as one JSON object.
+
+    Args:
+        plan: What to encode.
+    """
     return msgspec.json.encode(plan)
 
 
 def decode_plan(data: bytes, source: str = "plan") -> Plan:
-    """Decodes a plan; every defect is an error that names `source` and the field."""
+    """Decodes a plan; every defect is an error that names `source` and the field.
+
+    Args:
+        data: One JSON object.
+        source: What to call it in messages.
+    """
     try:
         raw = msgspec.json.decode(data)
         plan = msgspec.convert(raw, Plan)

@@ -34,8 +34,11 @@ class Environment(
     modified: bool | None = None
     """Whether that checkout differed from its commit."""
     python: str
+    """Version of Python."""
     platform: str
+    """Operating system and architecture."""
     processor: str
+    """Name of the processor."""
     num_processors: int
     """Processors that this process may use."""
     memory_bytes: int | None = None
@@ -51,7 +54,12 @@ class Environment(
 def capture_environment(
     *, devices: Sequence[str] = (), backends: Sequence[str] = ()
 ) -> Environment:
-    """Describes this machine and this installation of Paceline."""
+    """Describes this machine and this installation of Paceline.
+
+    Args:
+        devices: Accelerators, as whoever has torch sees them.
+        backends: Collective libraries, likewise.
+    """
     commit, modified = _checkout_state()
     return Environment(
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

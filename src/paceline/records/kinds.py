@@ -12,6 +12,7 @@ from paceline.core.errors import RecordError
 
 PREDICTION = "prediction"
 PREDICTS = "predicts"
+ATTEMPT = "attempt"
 
 # Every kind of case may say what network it ran on: what its links were shaped to, on which
 # predictions join as well, and what a stream reached on them.
@@ -24,7 +25,7 @@ LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
 _PLACE = ("device", "hardware", "threads")
 _GROUP = ("world_size", "num_hosts", "dtype", "backend")
-_MODEL = (
+MODEL_FIELDS = (
     "model",
     "vocab_size",
     "d_model",
@@ -35,6 +36,7 @@ _MODEL = (
     "head_dim",
     "tied_embeddings",
 )
+"""A model's name and the dimensions that it stands for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,10 @@ _HOW = (
     "attention",
     "optimizer",
 )
-_STEP = (*_MODEL, "batch", "context", "phase", *_HOW, *_PLACE)
+_STEP = (*MODEL_FIELDS, "batch", "context", "phase", *_HOW, *_PLACE)
 _DATA_PARALLEL = (
     *("strategy", "bucket_size_mb"),
-    *_MODEL,
+    *MODEL_FIELDS,
     *("batch", "context"),
     *_HOW,
     *("world_size", "num_hosts", "backend"),
@@ -170,6 +172,8 @@ _KINDS: dict[str, Kind] = {
             join_key=("study", "noise"),
             method=("departure", "num_sweeps", "num_draws", "level", "total_flops"),
         ),
+        # What became of a command that was to measure something for a report.
+        Kind(name=ATTEMPT, join_key=("name",), method=("deliverables", "command")),
         Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
     )
 }
@@ -181,7 +185,11 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of that name; an unknown name is an error."""
+    """Returns the kind of that name; an unknown name is an error.
+
+    Args:
+        name: Such as step, ddp or comm.
+    """
     if name not in _KINDS:
         known = ", ".join((*_KINDS, PREDICTION))
         raise RecordError(f"kind: unknown record kind {name!r}; known: {known}")

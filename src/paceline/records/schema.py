@@ -28,12 +28,19 @@ class Metric(
     """One number with its spread."""
 
     value: float
+    """The median of the samples, or the point estimate of a prediction."""
     mean: float | None = None
+    """Of the samples."""
     std: float | None = None
+    """Standard deviation of the samples."""
     min: float | None = None
+    """The smallest sample."""
     low: float | None = None
+    """Where the interval begins, if there is one."""
     high: float | None = None
+    """Where it ends."""
     samples: tuple[float, ...] = ()
+    """Every single one, in the order in which they were taken."""
 
     def __post_init__(self) -> None:
         numbers = (self.value, self.mean, self.std, self.min, self.low, self.high, *self.samples)
@@ -55,7 +62,11 @@ class Metric(
 
     @classmethod
     def from_estimate(cls, estimate: Estimate) -> "Metric":
-        """Turns an estimate into a metric with the same interval."""
+        """Turns an estimate into a metric with the same interval.
+
+        Args:
+            estimate: A point with an interval, such as a plan has.
+        """
         return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
@@ -63,13 +74,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One case, where it ran, and what came out of it."""
 
     schema: Literal[1] = 1
+    """Version of this format."""
     kind: str
+    """What was measured: see `find_kind`."""
     case: dict[str, CaseValue]
+    """Everything that changes the expected value, by name."""
     environment: Environment
+    """Where and with what it was made."""
     metrics: dict[str, Metric]
+    """What came out, by names that end in their units."""
     outcome: Outcome
+    """ok, or why there is nothing to see."""
     reason: str | None = None
+    """In words, for every outcome but ok."""
     warnings: tuple[str, ...] = ()
+    """What makes a number hard to believe."""
 
     def __post_init__(self) -> None:
         kind = self.measured_kind
@@ -94,7 +113,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def join_key(record: Record) -> tuple[CaseValue, ...]:
-    """Returns what a prediction and its measurement have in common."""
+    """Returns what a prediction and its measurement have in common.
+
+    Args:
+        record: Of either kind.
+    """
     kind = record.measured_kind
     fields = (*kind.join_key, *LINK_SHAPE)
     return (kind.name, *(record.case.get(field) for field in fields))

@@ -31,13 +31,21 @@ def decode_record(line: bytes) -> Record:
 
 
 class RecordStore:
-    """Records in a JSON Lines file, which need not exist before the first one."""
+    """Records in a JSON Lines file, which need not exist before the first one.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
 
     def append(self, record: Record) -> None:
-        """Appends one record durably, or leaves the file as it was."""
+        """Appends one record durably, or leaves the file as it was.
+
+        Args:
+            record: What to add at the end.
+        """
         line = msgspec.json.encode(record) + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +91,22 @@ class RecordStore:
 def latest_per_case(records: Iterable[Record]) -> list[Record]:
     """Keeps the newest record of each case, in the order of first appearance.
 
-    The measured rate of a link is part of a case but never twice the same, so it does not count.
+    Args:
+        records: In the order in which they were appended.
     """
-    newest: dict[tuple[str, frozenset[tuple[str, CaseValue]]], Record] = {}
-    for record in records:
-        case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
-        newest[record.kind, case] = record
-    return list(newest.values())
+    return list({case_key(record): record for record in records}.values())
+
+
+def case_key(record: Record) -> tuple[str, frozenset[tuple[str, CaseValue]]]:
+    """Returns what records of the same case have in common, and no others.
+
+    The measured rate of a link is part of a case but never twice the same, so it does not count.
+
+    Args:
+        record: Of any kind.
+    """
+    case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
+    return record.kind, case
 
 
 def _append_whole(descriptor: int, line: bytes) -> None:

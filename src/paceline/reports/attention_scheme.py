@@ -18,7 +18,7 @@ def plot_tiles() -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(9.0, 4.9), layout="constrained")
+    figure = Figure(figsize=(9.0, 5.5), layout="constrained")
     figure.suptitle("FlashAttention-2: the tiles that are computed", fontweight="bold")
     by_queries, by_keys = figure.subplots(1, 2)
     _draw_tiles(by_queries, "forward and dQ: a program owns queries and walks over keys")

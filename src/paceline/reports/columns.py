@@ -26,11 +26,12 @@ def _milliseconds(metrics: Sequence[Metric]) -> str:
     (metric,) = metrics
     # One sample has no spread, and a spread of zero would claim that it was exact.
     known = metric.std is not None and len(metric.samples) > 1
-    spread = f" ± {_three_digits((metric.std or 0.0) * 1e3)}" if known else ""
-    return f"{_three_digits(metric.value * 1e3)}{spread}"
+    spread = f" ± {three_digits((metric.std or 0.0) * 1e3)}" if known else ""
+    return f"{three_digits(metric.value * 1e3)}{spread}"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Writes a number with three digits, all before the point if it has as many there."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, min(digits, 4))}f}"
 
@@ -86,7 +87,7 @@ def _sum_column(header: str, *metrics: str) -> Column:
     return Column(
         header=f"{header} (ms)",
         metrics=metrics,
-        format=lambda present: _three_digits(sum(metric.value for metric in present) * 1e3),
+        format=lambda present: three_digits(sum(metric.value for metric in present) * 1e3),
     )
 
 
@@ -123,7 +124,7 @@ _COLLECTIVE_FIT = (
     Column(
         header="latency (ms)",
         metrics=("latency_s",),
-        format=lambda metrics: _with_interval(metrics[0], lambda value: _three_digits(value * 1e3)),
+        format=lambda metrics: _with_interval(metrics[0], lambda value: three_digits(value * 1e3)),
     ),
     Column(
         header="bandwidth",
@@ -247,19 +248,20 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _rate_column("bus bandwidth", "bus_bandwidth_bytes_per_s"),
     ),
     ("collective_fit", "time"): _COLLECTIVE_FIT,
+    ("attempt", "time"): (_number_column("time (s)", "time_s", ".1f"),),
     ("environment", "time"): (_time_column("all_reduce"),),
     ("calibration", "time"): (
         *(_time_column(name) for name in ("forward", "backward")),
         Column(
             header="per number (ns)",
             metrics=("element_time_s",),
-            format=lambda metrics: _three_digits(metrics[0].value * 1e9),
+            format=lambda metrics: three_digits(metrics[0].value * 1e9),
         ),
         *_COLLECTIVE_FIT,
         Column(
             header="computing loses (ms/MB)",
             metrics=("lost_s_per_byte",),
-            format=lambda metrics: _three_digits(metrics[0].value * 1e3 * MB),
+            format=lambda metrics: three_digits(metrics[0].value * 1e3 * MB),
         ),
         _number_column("messages slow down", "slowdown", ".2f"),
     ),
@@ -268,7 +270,7 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
             header="step (ms)",
             metrics=("step_time_s",),
             format=lambda metrics: _with_interval(
-                metrics[0], lambda value: _three_digits(value * 1e3)
+                metrics[0], lambda value: three_digits(value * 1e3)
             ),
         ),
         _sum_column("computing", "products_s", "attention_s", "stream_s", "calls_s"),

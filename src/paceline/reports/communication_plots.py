@@ -5,21 +5,30 @@ from typing import TYPE_CHECKING
 
 from paceline.core.units import GB
 from paceline.records import Record
-from paceline.records.links import line_bytes_per_s
 from paceline.reports.figures import COLORS, GRAY, new_figure
+from paceline.reports.lines import find_line, is_loopback
 from paceline.reports.selection import case_number, split_series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_ROOM = 1.5
+"""Factor below the lowest and above the highest curve, so that equal bandwidths look equal."""
+
 
 def plot_communication(records: Sequence[Record]) -> "Figure":
     """Draws algorithm bandwidth by size, a curve per number of ranks, and the theoretical one."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     from paceline.accounting.collectives import bus_factor
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    # Plain numbers, also where all bandwidths lie close together.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     has_line_rate = False
     for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
         color = COLORS[index % len(COLORS)]
@@ -34,24 +43,29 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
             ms=4,
         )
         case = chosen[0].case
-        line = line_bytes_per_s(case)
-        if line is not None:
-            has_line_rate = True
-            factor = bus_factor(case["operation"], case_number(chosen[0], "world_size"))  # type: ignore[arg-type]
-            ceiling = line / float(factor) / GB
+        line = find_line(case)
+        factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
+        has_line_rate = has_line_rate or line is not None
+        # One rank sends nothing, so that no line limits it.
+        if line is not None and factor > 0:
+            ceiling = line.bytes_per_s / factor / GB
             axes.plot(
                 [sizes[0], sizes[-1]], [ceiling] * 2, "--", color=color, label=f"{name}: line rate"
             )
     if not has_line_rate:
+        alone = all(is_loopback(record.case) for record in records)
+        reason = "loopback: no line rate" if alone else "no line rate is known"
         axes.text(
             0.02,
             0.98,
-            "loopback: no line rate, so no theoretical curve",
+            f"{reason}, so no theoretical curve",
             transform=axes.transAxes,
             va="top",
             fontsize="small",
             color=GRAY,
         )
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / _ROOM, high * _ROOM)
     axes.set_xlabel("message size (bytes)")
     axes.set_ylabel("algorithm bandwidth (GB/s)")
     # Below the picture: the curves lie anywhere in it.

@@ -63,7 +63,12 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
         and record.metrics
         and isinstance(record.case["bucket_size_mb"], int | float)
     ]
-    predicted = [record for record in records if record.kind == PREDICTION]
+    # A store may hold other predictions of the same steps, of their time alone.
+    predicted = [
+        record
+        for record in records
+        if record.kind == PREDICTION and "exposed_communication_s" in record.metrics
+    ]
     figure, axes = new_figure("Exposed communication by bucket size", measured)
     axes.set_xscale("log")
     for index, (name, chosen) in enumerate(split_series(measured, "bucket_size_mb").items()):

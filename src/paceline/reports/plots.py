@@ -37,7 +37,9 @@ def drawable_plots(records: Sequence[Record]) -> list[str]:
     names = []
     for name, (kind, field, _draw) in PLOTS.items():
         chosen = _measured(records, kind)
-        if chosen and (field is None or len({record.case[field] for record in chosen}) > 1):
+        if chosen and (
+            field is None or len({record.case[field] for record in chosen} - {None}) > 1
+        ):
             names.append(name)
     return names
 

@@ -73,6 +73,7 @@ def attention_table(records: Sequence[Record], subject: str) -> Table:
             for name in ("own_time_s", "flops")
         ]
         for part in _ATTENTION
+        if any(record.case["range"] == part for record in rows)
     }
     return Table(
         headers=("part of attention", "time (ms)", "matmul FLOPs", "FLOP/s"),
@@ -81,7 +82,7 @@ def attention_table(records: Sequence[Record], subject: str) -> Table:
                 part.removeprefix("attention_"),
                 f"{seconds * 1e3:.1f}",
                 format_decimal(flops, "") if flops else "-",
-                format_decimal(flops / seconds, "") if flops else "-",
+                format_decimal(flops / seconds, "") if flops and seconds else "-",
             )
             for part, (seconds, flops) in sums.items()
         ),
@@ -90,13 +91,19 @@ def attention_table(records: Sequence[Record], subject: str) -> Table:
 
 
 def flops_table(records: Sequence[Record]) -> Table:
-    """Returns traced operations of matrix products beside what the formula expects."""
+    """Returns traced operations of matrix products beside what the formula expects.
+
+    Phases whose operations the trace does not tell are left out, as those of a GPU's kernels.
+    """
     measured = {join_key(record): record for record in records if record.kind == "operator"}
     rows = []
     for record in records:
         if record.kind == PREDICTION and record.measured_kind.name == "operator":
-            traced = measured[join_key(record)].metrics["flops"].value
+            twin = measured.get(join_key(record))
+            traced = 0.0 if twin is None else twin.metrics["flops"].value
             expected = record.metrics["flops"].value
+            if not traced or not expected:
+                continue
             rows.append(
                 (
                     str(record.case["subject"]),

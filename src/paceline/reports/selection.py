@@ -5,19 +5,10 @@ from collections.abc import Sequence
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
-from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE
+from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
 
 # A model's name stands for its dimensions; they are shown only for shapes without a name.
-_DIMENSIONS = (
-    "vocab_size",
-    "d_model",
-    "d_ff",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "tied_embeddings",
-)
+_DIMENSIONS = MODEL_FIELDS[1:]
 _UNIT_SUFFIXES = {"_bits_per_s": "bit/s", "_bytes": "B"}
 # A bucket size, as torch and the courses name it: 2^20 bytes.
 _MEBIBYTES = "_mb"

@@ -88,7 +88,14 @@ class Campaign:
 def propose_runs(
     known: Sweep | None, budget: float, target: float, rates: RateLaw = UNTUNED
 ) -> list[RunRequest]:
-    """Returns the runs to buy with a budget, in the order of choice, after those already known."""
+    """Returns the runs to buy with a budget, in the order of choice.
+
+    Args:
+        known: Runs that have been made already.
+        budget: FLOPs to spend.
+        target: The budget in FLOPs whose best model is to be known.
+        rates: How the best learning rate depends on a model's size.
+    """
     require_budget(budget, target)
     belief = learn_from(known)
     bought = set() if known is None else set(zip(known.parameters, known.compute, strict=True))

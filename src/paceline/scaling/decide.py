@@ -50,14 +50,19 @@ class Decision:
     """What to do with one budget."""
 
     compute: float
+    """The budget in FLOPs."""
     extrapolation: float
     """The budget over the largest one that was tried."""
     answers: tuple[Answer, ...]
+    """One per method that the runs allowed."""
     profile: Estimate
     """The parametric N once more, with its profile interval: the check on the bootstrap's."""
     waste: tuple[Waste, ...]
+    """What models too small or too large by some factors would throw away."""
     run: TrainingRun
+    """The parametric answer as something to train: a shape, its tokens and steps."""
     learning_rate: float
+    """A peak to begin with, by a published law."""
 
 
 def decide(
@@ -69,7 +74,16 @@ def decide(
     context_length: int = 2048,
     batch_tokens: int | None = None,
 ) -> list[Decision]:
-    """Answers for every budget by every method, and plans the parametric method's run."""
+    """Answers for every budget by every method, and plans the parametric method's run.
+
+    Args:
+        fit: What the methods make of the runs.
+        compute: The budgets in FLOPs.
+        level: How often an interval is to hold the truth.
+        vocab_size: Of the model to build.
+        context_length: Of the model to build.
+        batch_tokens: Of a step; by default what the size of the model suggests.
+    """
     targets = np.asarray(compute, dtype=np.float64)
     if not len(targets) or not (np.isfinite(targets) & (targets > 0)).all():
         raise UsageError("budgets must be positive numbers of FLOPs, such as 1e23")

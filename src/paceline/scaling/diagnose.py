@@ -39,7 +39,13 @@ _UNANNEALED = 0.01
 def diagnose(
     fit: ScalingFit, compute: Sequence[float], level: float = DEFAULT_LEVEL
 ) -> list[Finding]:
-    """Returns what is wrong with a fit, and with asking it for those budgets."""
+    """Returns what is wrong with a fit, and with asking it for those budgets.
+
+    Args:
+        fit: What the methods make of the runs.
+        compute: The budgets in FLOPs.
+        level: Of the intervals that are compared.
+    """
     targets = np.asarray(compute, dtype=np.float64)
     findings = [
         *_left_out(fit.sweep),

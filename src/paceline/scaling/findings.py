@@ -30,6 +30,7 @@ class Finding:
     """One pitfall that was met."""
 
     name: FindingName
+    """Which one; stable, so that a program may look for it."""
     message: str
     """What was seen, with its numbers."""
     remedy: str

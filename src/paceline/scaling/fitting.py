@@ -22,8 +22,11 @@ class ScalingFit:
     """A sweep and what each method makes of it."""
 
     sweep: Sweep
+    """The runs."""
     profiles: tuple[Profile, ...]
+    """The runs of each budget, with their minimum."""
     methods: tuple[MethodFit, ...]
+    """What each method that the sweep allows found."""
     left_out: tuple[tuple[MethodName, str], ...]
     """Methods that the sweep does not allow, with the reason."""
 
@@ -43,7 +46,13 @@ class ScalingFit:
 
 
 def fit(sweep: Sweep, *, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> ScalingFit:
-    """Fits every method that the sweep allows, with `num_draws` replicates each."""
+    """Fits every method that a sweep allows.
+
+    Args:
+        sweep: The runs.
+        num_draws: Replicates per method, of which intervals are made.
+        seed: Of the draws; the same seed gives the same intervals.
+    """
     counts = draw_counts(sweep, num_draws, seed)
     attempts: dict[MethodName, Callable[[], MethodFit]] = {
         "lowest_run": lambda: fit_lowest_run(sweep, num_draws, seed),

@@ -41,10 +41,15 @@ class Prediction:
     """One method's answer for some budgets."""
 
     method: MethodName
+    """Which one."""
     compute: Array
+    """The budgets in FLOPs."""
     parameters: Band
+    """The best N at each."""
     tokens: Band
+    """The best D at each."""
     loss: Band
+    """Of the best model at each."""
 
 
 class MethodFit(Protocol):
@@ -66,7 +71,13 @@ class MethodFit(Protocol):
 
 
 def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Prediction:
-    """Returns a method's answer with intervals that should hold the truth with that probability."""
+    """Returns a method's answer with intervals.
+
+    Args:
+        fit: What one method made of the runs.
+        compute: The budgets in FLOPs.
+        level: How often an interval is to hold the truth.
+    """
     parameters, loss = fit.optimum(compute)
     drawn_parameters, drawn_loss = fit.draws(compute)
     sizes = _band(parameters, drawn_parameters, level)

@@ -20,7 +20,7 @@ _OPTIONAL_MODEL_FIELDS = ("num_kv_heads", "head_dim", "tied_embeddings")
 
 
 def read_sweep(path: pathlib.Path) -> Sweep:
-    """Reads the runs of a .json, .jsonl or .csv file."""
+    """Reads the runs of a .json, .jsonl or .csv file at `path`."""
     readers = {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv}
     if path.suffix not in readers:
         raise UsageError(f"{path}: cannot tell its format; name it .json, .jsonl or .csv")

@@ -47,13 +47,17 @@ class Sweep:
     """Runs as columns."""
 
     parameters: Array
+    """N of every run."""
     tokens: Array
+    """D of every run."""
     loss: Array
+    """At the end of every run."""
     compute: Array
     """The stated budget where there was one, else 6 N D."""
     curves: tuple[Curve | None, ...] = ()
     """One per run, or none at all."""
     remarks: tuple[Remark, ...] = ()
+    """What was wrong with the rows that it was made of."""
 
     def __post_init__(self) -> None:
         for field in ("parameters", "tokens", "loss", "compute"):
@@ -69,7 +73,7 @@ class Sweep:
 
     @classmethod
     def from_arrays(cls, *, parameters: Numbers, compute: Numbers, loss: Numbers) -> "Sweep":
-        """Makes a sweep of runs whose tokens are C / 6N."""
+        """Makes a sweep of `parameters`, `compute` and `loss` of runs whose tokens are C / 6N."""
         columns = [np.asarray(column, dtype=np.float64) for column in (parameters, compute, loss)]
         return cls(
             parameters=columns[0],

@@ -43,7 +43,7 @@ class LossSurface:
                 raise UsageError(f"LossSurface.{field} is {value}; it must be positive and finite")
 
     def loss(self, parameters: Numbers, tokens: Numbers) -> Array:
-        """Returns the loss of models of so many parameters after so many tokens."""
+        """Returns the loss of models of so many `parameters` after so many `tokens`."""
         by_parameters = self.parameter_scale * np.asarray(parameters) ** -self.parameter_exponent
         by_tokens = self.token_scale * np.asarray(tokens) ** -self.token_exponent
         return np.asarray(self.irreducible + by_parameters + by_tokens, dtype=np.float64)
@@ -59,7 +59,7 @@ class LossSurface:
         return self.parameter_exponent * self.allocation_exponent
 
     def optimal_parameters(self, compute: Numbers) -> Array:
-        """Returns the number of parameters with the least loss for so many FLOPs."""
+        """Returns the number of parameters with the least loss for so many FLOPs, `compute`."""
         ratio = (self.parameter_exponent * self.parameter_scale) / (
             self.token_exponent * self.token_scale
         )
@@ -68,16 +68,16 @@ class LossSurface:
         return np.asarray(ratio ** (1 / total) * product**self.allocation_exponent)
 
     def optimal_tokens(self, compute: Numbers) -> Array:
-        """Returns the tokens that the best model is trained on: C / 6N."""
+        """Returns the tokens that the best model for this `compute` is trained on: C / 6N."""
         return tokens_for(compute, self.optimal_parameters(compute))
 
     def optimal_loss(self, compute: Numbers) -> Array:
-        """Returns the least loss for so many FLOPs."""
+        """Returns the least loss for so many FLOPs, `compute`."""
         parameters = self.optimal_parameters(compute)
         return self.loss(parameters, tokens_for(compute, parameters))
 
     def compute_for_loss(self, loss: Numbers) -> Array:
-        """Returns the FLOPs with which the best model reaches a loss."""
+        """Returns the FLOPs with which the best model reaches this `loss`."""
         reducible_at_one = self.optimal_loss(1.0) - self.irreducible
         reducible = np.asarray(loss, dtype=np.float64) - self.irreducible
         if np.any(reducible <= 0):
@@ -88,7 +88,7 @@ class LossSurface:
         return np.asarray((reducible_at_one / reducible) ** (1 / self.loss_exponent))
 
     def wasted_compute(self, compute: Numbers, parameters: Numbers) -> Array:
-        """Returns the share of FLOPs that a model of another size throws away.
+        """Returns the share of `compute` that a model of so many `parameters` throws away.
 
         A model off the optimum reaches a loss that the best one reaches with less; what is
         left over is the waste, as a share of the whole.

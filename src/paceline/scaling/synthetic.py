@@ -37,7 +37,9 @@ class SweepDesign:
     """Which runs are made: for every budget, sizes about the optimum."""
 
     budgets: tuple[float, ...] = COURSE_BUDGETS
+    """In FLOPs."""
     num_sizes: int = 8
+    """Models per budget."""
     reach: float = 5.0
     """A budget's models lie between the optimum divided by this and multiplied by it."""
     offset: float = 1.0
@@ -83,7 +85,16 @@ def synthetic_sweep(
     with_curves: bool = False,
     seed: int = 0,
 ) -> Sweep:
-    """Makes a sweep whose truth is known; `noise` is the relative deviation of a run's loss."""
+    """Makes a sweep whose truth is known.
+
+    Args:
+        surface: The truth.
+        design: Which runs are made.
+        noise: Relative deviation of a run's loss.
+        departure: How the runs differ from the surface, if they do.
+        with_curves: Whether runs have training curves.
+        seed: Of the noise.
+    """
     parameters, compute = design_runs(surface, design or SweepDesign())
     tokens = tokens_for(compute, parameters)
     generator = np.random.default_rng(seed)

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from paceline.core.processes import wait_for_group
+
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
@@ -39,3 +41,28 @@ def test_a_worker_dies_with_a_killed_parent() -> None:
     while _is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_running(worker)
+
+
+def _start(code: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [
+        (["", ""], (0, None)),
+        (["exit(3)", "import time; time.sleep(60)"], (3, "rank 0")),
+        # The second has failed first, and takes its time to leave.
+        (
+            ["exit(1)", "import time; time.sleep(0.5); raise SystemExit(3)"],
+            (3, "rank 1"),
+        ),
+        (["exit(1)", "import time; time.sleep(0.2)"], (1, "rank 0")),
+        (["exit(1)", "import time; time.sleep(60)"], (1, "rank 0")),
+        (["import time; time.sleep(0.5)", "import os; os.kill(os.getpid(), 9)"], (137, "rank 1")),
+    ],
+)
+def test_who_failed_first_is_named(programs: list[str], expected: tuple[int, str | None]) -> None:
+    processes = {f"rank {rank}": _start(code) for rank, code in enumerate(programs)}
+    assert wait_for_group(processes) == expected
+    assert all(process.returncode is not None for process in processes.values())

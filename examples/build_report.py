@@ -1,0 +1,17 @@
+"""Answers the courses' questions from a store, and prints what is not measured yet.
+
+python examples/build_report.py paceline-records.jsonl
+"""
+
+import sys
+
+from paceline.records import RecordStore
+from paceline.reports.build import build_report
+from paceline.reports.html import render_html
+
+report = build_report(list(RecordStore(sys.argv[1]).read()))
+for section in report.sections:
+    for part in section.parts:
+        if not part.blocks:
+            print(f"{section.title}, {part.title}: {part.commands[0]}")
+print(f"{len(render_html(report)) / 1e6:.1f} MB of HTML")

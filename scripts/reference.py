@@ -1,0 +1,62 @@
+"""Makes two pages of the manual: what its reference shows, and the courses' problems.
+
+    python scripts/reference.py
+
+The reference is every name that a room exports: mkdocs reads the docstrings, this only says which
+ones, so that none can be forgotten. The courses' page is course/README.md with links that work from
+there. A test compares both with what is committed.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "paceline"
+TABLES = ROOT / "docs" / "generated"
+
+
+def exports() -> dict[str, tuple[str, list[str]]]:
+    """Returns the first line of each room's docstring and the names that it exports."""
+    rooms = {}
+    for path in sorted(PACKAGE.glob("*/__init__.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+                rooms[f"paceline.{path.parent.name}"] = (summary, ast.literal_eval(node.value))
+    return rooms
+
+
+def course_page() -> str:
+    """Returns course/README.md as a page of the manual, without its title."""
+    text = (ROOT / "course" / "README.md").read_text(encoding="utf-8").partition("\n")[2].lstrip()
+    text = text.replace("](../docs/", "](")
+    # What is not part of the manual is named, not linked.
+    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"`\1`", text)
+
+
+def reference_page() -> str:
+    """Returns the names whose docstrings mkdocs shows, room by room."""
+    parts = []
+    for room, (summary, names) in exports().items():
+        parts.append(f"## {room}\n\n{summary}\n")
+        parts += [f"::: {room}.{name}\n" for name in names]
+    return "\n".join(parts)
+
+
+def tables() -> dict[str, str]:
+    """Returns the generated pages by their file names."""
+    return {"reference.md": reference_page(), "course.md": course_page()}
+
+
+def main() -> int:
+    """Writes the pages."""
+    for name, text in tables().items():
+        (TABLES / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

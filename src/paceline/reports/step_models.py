@@ -1,0 +1,49 @@
+"""The model of a step's case: its dimensions, its size, and what tells it from others."""
+
+from paceline.accounting import count_parameters
+from paceline.core.specs import ModelShape
+from paceline.core.units import format_decimal
+from paceline.records import CaseValue, Record
+from paceline.records.kinds import MODEL_FIELDS
+
+_DIMENSIONS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+_UNNAMED = "custom"
+
+
+def shape_of(record: Record) -> ModelShape | None:
+    """Returns the dimensions of a case's model; None where they are not told."""
+    case = record.case
+    numbers = [value for field in _DIMENSIONS if isinstance(value := case.get(field), int)]
+    if len(numbers) < len(_DIMENSIONS):
+        return None
+    vocab_size, d_model, d_ff, num_layers, num_heads = numbers
+    heads, width = case.get("num_kv_heads"), case.get("head_dim")
+    return ModelShape(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=heads if isinstance(heads, int) else None,
+        head_dim=width if isinstance(width, int) else None,
+        tied_embeddings=case.get("tied_embeddings") is True,
+    )
+
+
+def num_parameters(record: Record) -> int:
+    """Counts the parameters of a case's model; 0 for one whose dimensions are not told."""
+    shape = shape_of(record)
+    return 0 if shape is None else count_parameters(shape).total
+
+
+def model_key(record: Record) -> tuple[CaseValue, ...]:
+    """Returns all that tells a model from others: shapes without a name share one."""
+    return tuple(record.case.get(field) for field in MODEL_FIELDS)
+
+
+def model_name(record: Record) -> str:
+    """Names a model, with its size where the name says nothing."""
+    name = str(record.case["model"])
+    if name != _UNNAMED:
+        return name
+    return f"{name} ({format_decimal(num_parameters(record), '').strip()} parameters)"

@@ -1,0 +1,52 @@
+"""Every link of the documentation leads somewhere."""
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+_CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _pages() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return [name for name in listed if not name.startswith("docs/generated/")]
+
+
+def _anchors(page: pathlib.Path) -> set[str]:
+    """Returns the fragments of a page's headings, as mkdocs and code hosts make them."""
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"\s", "-", heading) for heading in words}
+
+
+@pytest.mark.parametrize("name", _pages())
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    for link in _LINK.findall(text):
+        if re.match(r"https://", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name}: {link} does not exist"
+        if name.startswith("docs/"):
+            assert target.is_relative_to(ROOT / "docs"), f"{name}: {link} leaves the manual"
+        if fragment:
+            assert fragment in _anchors(target), f"{name}: {link} names no heading"
+
+
+def test_every_page_of_the_manual_is_in_its_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r": ([\w-]+\.md)$", navigation, re.MULTILINE))

@@ -1,0 +1,89 @@
+"""What a release is made of agrees with itself."""
+
+import ast
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+import paceline
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "paceline"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _read_yaml(name: str) -> dict[object, object]:
+    loaded = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_the_citation_is_of_this_version_and_licence() -> None:
+    citation = _read_yaml("CITATION.cff")
+    assert citation["version"] == paceline.__version__
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
+
+
+def _imported_packages() -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"paceline"}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    declared = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["triton"]]
+    assert _imported_packages() == {re.split(r"[^\w-]", line)[0] for line in declared}
+
+
+def test_hosted_checks_are_the_scripts() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert set(yaml.safe_load(workflow)["jobs"]) == {"everything", "gpu"}
+    assert ".ci/run" in workflow
+    assert "scripts/test --gpu" in workflow
+    hooks = _read_yaml(".pre-commit-config.yaml")["repos"]
+    assert isinstance(hooks, list)
+    assert [hook["entry"] for hook in hooks[0]["hooks"]] == ["scripts/check", "scripts/test"]
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert all(f"scripts/{name}\n" in run for name in ("check", "package", "test"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["ISSUE_TEMPLATE/bug.md", "ISSUE_TEMPLATE/measurement.md", "pull_request_template.md"],
+)
+def test_templates_ask_for_the_environment_and_a_record(template: str) -> None:
+    text = (ROOT / ".github" / template).read_text(encoding="utf-8")
+    assert "`paceline env" in text
+    assert "record" in text.lower()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shells_complete_the_verbs(tmp_path: pathlib.Path, shell: str) -> None:
+    target = tmp_path / "completion"
+    subprocess.run(
+        [sys.executable, "-m", "paceline", "--tyro-write-completion", shell, str(target)],
+        check=True,
+    )
+    script = target.read_text(encoding="utf-8")
+    assert all(verb in script for verb in ("bench", "calibrate", "--bucket-size-mb"))
+    if shell == "bash":
+        subprocess.run(["bash", "-n", str(target)], check=True)
+
+
+def test_the_installed_version_is_the_version() -> None:
+    assert importlib.metadata.version("paceline") == paceline.__version__
