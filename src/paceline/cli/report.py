@@ -174,8 +174,8 @@ def _build(command: BuildCommand) -> None:
     )
     if built.num_unanswered:
         console.print(
-            f"paceline: {built.num_unanswered} cases have no answer; the report says why, and the "
-            "same command tries them again",
+            f"paceline: cases without an answer: {built.num_unanswered}; the report says why, and "
+            "the same command tries again what may yet succeed",
             soft_wrap=True,
         )
     for path in built.paths:

@@ -14,7 +14,7 @@ from paceline.reports.operator_sentences import comparable_flops, operator_sente
 from paceline.reports.phrases import times
 from paceline.reports.pictures import draw_picture, picture_of
 from paceline.reports.places import describe_environments, describe_place
-from paceline.reports.profile_runs import ProfileRun, find_profile_runs, same_run, subject_of
+from paceline.reports.profile_runs import ProfileRun, find_profile_runs, subject_of
 from paceline.reports.profile_tables import (
     attention_table,
     flops_table,
@@ -22,6 +22,7 @@ from paceline.reports.profile_tables import (
     operator_table,
     work_table,
 )
+from paceline.reports.provenance import same_run
 from paceline.reports.selection import case_number
 from paceline.reports.tables import Table, records_table
 from paceline.reports.work_plots import plot_work

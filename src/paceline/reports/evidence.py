@@ -13,6 +13,7 @@ from typing import TypeAlias
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
+from paceline.reports.provenance import machine_of
 
 Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
 """What a group of records must show."""
@@ -62,9 +63,7 @@ def _identity(record: Record) -> object:
     fields = record.measured_kind.join_key
     if "subject" not in fields or "hardware" in fields:
         return case_key(record)
-    there = record.environment
-    machine = (there.processor, there.num_processors, there.memory_bytes, there.devices)
-    return (case_key(record), machine)
+    return (case_key(record), machine_of(record))
 
 
 def _agrees(value: CaseValue, wanted: CaseValue | tuple[CaseValue, ...]) -> bool:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from paceline.core.units import format_seconds
 from paceline.records import Record, find_kind, join_key
 from paceline.reports.phrases import times, verdict
-from paceline.reports.profile_runs import ProfileRun, own_time_s, same_machine
+from paceline.reports.profile_runs import ProfileRun, own_time_s
+from paceline.reports.provenance import same_machine
 from paceline.traces.operators import EVERYWHERE
 from paceline.traces.work import Work
 

@@ -145,15 +145,15 @@ def _prediction_sentences(buckets: Sequence[Record], predictions: Sequence[Recor
     ]
 
 
-def trace_sentences(fastest_ranks: Mapping[str, Record]) -> list[str]:
+def trace_sentences(waiting_least: Mapping[str, Record]) -> list[str]:
     """Says by strategy how much of communication is under computing, the least first.
 
     Args:
-        fastest_ranks: By strategy the rank that waits least.
+        waiting_least: By strategy, the timeline of the rank that waits least.
     """
     shares: dict[str, float] = {}
     sentences = []
-    for name, record in fastest_ranks.items():
+    for name, record in waiting_least.items():
         hidden = record.metrics.get(_OVERLAPPED)
         if hidden is None:
             continue
@@ -167,7 +167,7 @@ def trace_sentences(fastest_ranks: Mapping[str, Record]) -> list[str]:
         if share >= _ANY:
             word = "most of it overlaps" if share >= _MOST else "some of it overlaps"
         sentences.append(
-            f"{name}: {format_seconds(exposed_seconds(fastest_ranks[name]))} exposed on the rank "
+            f"{name}: {format_seconds(exposed_seconds(waiting_least[name]))} exposed on the rank "
             f"that waits least, {share:.0%} of communication under computing: {word}."
         )
     return sentences

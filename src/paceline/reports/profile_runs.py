@@ -8,18 +8,16 @@ keeps only the newest record of a case, another run may have replaced some.
 """
 
 import dataclasses
-import datetime
 from collections.abc import Iterable, Sequence
 
 from paceline.records import Record
 from paceline.reports.evidence import Evidence
+from paceline.reports.provenance import machine_of, moment_of, same_run
 from paceline.traces.trace_records import ALL_OPERATORS
 
 _NUM_SEPARATORS = 5
 """Between the six parts of a subject: model, batch, context, format, attention, phase."""
 _PHASES = (", forward", ", train")
-_STAMPING = datetime.timedelta(seconds=2)
-"""A profile stamps its records one after the other within this time, and takes longer itself."""
 _ROUNDING = 0.01
 
 
@@ -59,16 +57,6 @@ def subject_of(record: Record) -> str:
         f"{case['model']}, batch {case['batch']}, context {case['context']}, "
         f"{case['precision']}, {case['attention']} attention, {case['phase']}"
     )
-
-
-def same_machine(first: Record, second: Record) -> bool:
-    """Whether two records come from machines that nothing tells apart."""
-    return _machine(first) == _machine(second)
-
-
-def same_run(first: Record, second: Record) -> bool:
-    """Whether two records were made by one run of a profile."""
-    return same_machine(first, second) and abs(_moment(first) - _moment(second)) <= _STAMPING
 
 
 def find_profile_runs(evidence: Evidence) -> list[ProfileRun]:
@@ -111,7 +99,7 @@ def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
     """Returns of each machine the newest run that has all of its records."""
     machines: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
-        machines.setdefault(_machine(record), []).append(record)
+        machines.setdefault(machine_of(record), []).append(record)
     newest = []
     for found in machines.values():
         whole = [run for run in _runs(found) if _is_whole(run)]
@@ -122,7 +110,7 @@ def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
     """Divides what one machine measured by run, the newest first."""
     runs: list[list[Record]] = []
-    for record in sorted(records, key=_moment, reverse=True):
+    for record in sorted(records, key=moment_of, reverse=True):
         if not runs or not same_run(runs[-1][0], record):
             runs.append([])
         runs[-1].append(record)
@@ -138,18 +126,3 @@ def _is_whole(operators: Sequence[Record]) -> bool:
         if record.case["operator"] == ALL_OPERATORS and record.case["range"] in shares:
             shares[record.case["range"]] += record.metrics["share"].value
     return all(abs(share - 1) < _ROUNDING for share in shares.values())
-
-
-def _machine(record: Record) -> tuple[object, ...]:
-    environment = record.environment
-    return (
-        environment.processor,
-        environment.num_processors,
-        environment.memory_bytes,
-        environment.devices,
-    )
-
-
-def _moment(record: Record) -> datetime.datetime:
-    moment = datetime.datetime.fromisoformat(record.environment.time)
-    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from paceline.records import Record
 from paceline.reports.evidence import Evidence, comparable_groups, includes
-from paceline.reports.ratios import Ratio, paired_ratio
+from paceline.reports.provenance import same_run
+from paceline.reports.ratios import Ratio, paired_ratio, unpaired_ratio
 from paceline.reports.selection import case_number
 
 STRATEGIES = ("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp")
@@ -46,10 +47,16 @@ def exposed_seconds(record: Record) -> float:
 
 
 def step_ratio(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares the steps of two strategies round by round."""
-    return paired_ratio(subject.metrics[_STEP], baseline.metrics[_STEP])
+    """Compares the steps of two strategies."""
+    return _ratio(subject, baseline, _STEP)
 
 
 def exposed_ratio(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares what the steps of two strategies wait for, round by round."""
-    return paired_ratio(subject.metrics[EXPOSED], baseline.metrics[EXPOSED])
+    """Compares what the steps of two strategies wait for."""
+    return _ratio(subject, baseline, EXPOSED)
+
+
+def _ratio(subject: Record, baseline: Record, metric: str) -> Ratio | None:
+    # Only strategies of one run took their steps in turn.
+    compare = paired_ratio if same_run(subject, baseline) else unpaired_ratio
+    return compare(subject.metrics[metric], baseline.metrics[metric])

@@ -1,7 +1,7 @@
 """One command of a battery, and the records by which it is known to have been run."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from paceline.records import CaseValue, Environment, Record
@@ -58,13 +58,6 @@ class BatteryCase:
         """
         known = [record for record in records if record.metrics or _was_too_large(record, here)]
         return all(any(each.matches(record) for record in known) for each in self.expected)
-
-    def obstacle(self, records: Sequence[Record]) -> Record | None:
-        """Returns the newest expected record without figures, if there is one."""
-        for record in reversed(records):
-            if not record.metrics and self.leaves(record):
-                return record
-        return None
 
     def leaves(self, record: Record) -> bool:
         """Returns whether a record is one that the command is run for."""

@@ -53,7 +53,7 @@ class Scale:
 
 _QUICK_LAPTOP = Scale(
     device="cpu",
-    models={"bytes-34M": 17, "words-44M": 18, "small": 35},
+    models={"bytes-34M": 25, "small": 45},
     step_warmup=1,
     steps=3,
     small_model="bytes-34M",
@@ -72,12 +72,12 @@ _QUICK_LAPTOP = Scale(
     parallel_batch=4,
     bucket_sizes=("1", "100"),
     rounds=4,
-    round_s=2.7,
+    round_s=3.0,
     sharded_model="bytes-34M",
     sharded_ranks=2,
     sharded=("torch_ddp", "sharded_optimizer", "sharded"),
     architectures=("sm90",),
-    seconds=15,
+    seconds=18,
 )
 _LAPTOP = dataclasses.replace(
     _QUICK_LAPTOP,

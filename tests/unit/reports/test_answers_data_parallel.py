@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.records import Metric, Record, find_kind
@@ -395,3 +396,20 @@ def test_pictures_of_steps_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (block,) = answer(pair)
         assert [picture.name for picture in block.pictures] == [name]
         assert b"</svg>" in block.pictures[0].svg
+
+
+def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
+    # Round by round, each step is 2% shorter; from run to run, a machine changes by more.
+    drifting = (0.9, 1.0, 1.1, 1.2, 1.3)
+    later = msgspec.structs.replace(ENVIRONMENT, time="2026-01-03T00:00:00+00:00")
+    naive = _step("naive", step=1.0, spread=drifting, **LAB)
+    bucketed = _step("bucketed", 25.0, step=0.98, spread=drifting, **LAB)
+    for other, words in (
+        (naive, "is faster than one message per parameter after backward"),
+        (
+            msgspec.structs.replace(naive, environment=later),
+            "cannot be told apart from one message per parameter after backward",
+        ),
+    ):
+        said = sentences(answer_overlap(Evidence.of([bucketed, other])))
+        assert any(words in sentence for sentence in said), said

@@ -32,6 +32,11 @@ if model == "crashed":
 if model == "hanging":
     print(os.getpid(), file=open(sys.argv[2] + ".pid", "w"), flush=True)
     time.sleep(60)
+if model == "some":
+    store.append(step_record(model=model))
+    store.append(msgspec.structs.replace(
+        step_record(model=model, outcome="skipped", context=9), environment=capture_environment()))
+    sys.exit(0)
 if model == "large":
     store.append(msgspec.structs.replace(
         step_record(model=model, outcome="skipped"), environment=capture_environment()))
@@ -133,6 +138,12 @@ def test_an_attempt_says_what_was_too_large(tmp_path: pathlib.Path) -> None:
     assert battery.run(lambda _text: None) == 1
     assert attempts(battery)["large"] == ("skipped", "a reason")
     assert not battery.missing()
+
+
+def test_what_was_too_large_among_others_is_part_of_the_answer(tmp_path: pathlib.Path) -> None:
+    battery = make(tmp_path, case("some"))
+    assert battery.run(lambda _text: None) == 0
+    assert attempts(battery)["some"] == ("ok", None)
 
 
 def test_an_old_failure_is_not_todays_reason(tmp_path: pathlib.Path) -> None:
