@@ -12,7 +12,7 @@ from paceline.reports.selection import case_number, split_series
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROOM = 1.5
+_ROOM = 2.0
 """Factor below the lowest and above the highest curve, so that equal bandwidths look equal."""
 
 

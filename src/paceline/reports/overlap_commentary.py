@@ -131,7 +131,10 @@ def _prediction_sentences(buckets: Sequence[Record], predictions: Sequence[Recor
         if join_key(record) in predicted
     ]
     if not pairs:
-        return []
+        return [
+            "What the recurrence expects of these sizes is not known: --bucket-size-mb auto, "
+            "measured beside them, finds out what it needs."
+        ]
     within = [
         abs(measured - expected) <= _AGREES * measured for _record, measured, expected in pairs
     ]

@@ -4,7 +4,7 @@ Strategies that take their steps in turn have rounds: the samples of one round b
 that what slowed both is not mistaken for a difference. What ran one after the other has no rounds,
 and the machine may have changed in between. An interval is that of a median and follows from the
 order of the values alone: the narrowest two of them that hold the median between them with 95%, or
-the smallest and the largest where there are too few for that.
+the smallest and the largest where there are too few for that; then nothing is concluded.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from paceline.records import Metric
 
 Standing = Literal["less", "more", "alike", "unknown"]
 
-_FEWEST_SAMPLES = 4
+_FEWEST_SAMPLES = 6
+"""With fewer, not even the smallest and the largest hold the median between them with 95%."""
 _DRIFT = 0.05
 """What a machine may change from one run to the next."""
 _TAILS = 40

@@ -42,6 +42,9 @@ def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[
             varying.append(field)
         elif (value := values.pop()) != _UNREMARKABLE.get(field):
             shared[field] = value
+    if MEASURED_LINK_RATE in varying and LINK_RATE not in varying:
+        # Measured anew by every command: it tells no two cases apart.
+        varying.remove(MEASURED_LINK_RATE)
     return shared, varying
 
 

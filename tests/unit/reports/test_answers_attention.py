@@ -17,7 +17,7 @@ from paceline.reports.evidence import Evidence
 from tests.unit.reports.factory import ENVIRONMENT
 from tests.unit.reports.report_cases import no_drawing, sentences
 
-STEADY = (1.0, 0.999, 1.001, 1.0, 1.0)
+STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import pytest
 from paceline.records import Metric
 from paceline.reports.ratios import paired_ratio, unpaired_ratio
 
-STEADY = (1.0, 0.999, 1.001, 1.0, 1.0)
-NOISY = (0.8, 1.3, 1.0, 0.7, 1.1)
+STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
+NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
 
 
 def _metric(seconds: float, spread: Sequence[float]) -> Metric:
@@ -22,7 +22,7 @@ def _metric(seconds: float, spread: Sequence[float]) -> Metric:
         (STEADY, 0.98, "less"),
         (STEADY, 1.02, "more"),
         (NOISY, 0.98, "alike"),
-        ((1.0, 1.0, 1.0), 0.5, "unknown"),
+        (STEADY[:5], 0.5, "unknown"),
         ((1.0,), 0.5, "unknown"),
     ],
 )
@@ -49,7 +49,7 @@ def test_rounds_that_were_slow_for_both_do_not_hide_a_difference() -> None:
 )
 def test_runs_one_after_the_other_may_drift(subject: float, standing: str) -> None:
     in_another_run = unpaired_ratio(_metric(subject, STEADY), _metric(1.0, STEADY))
-    in_other_numbers = paired_ratio(_metric(subject, STEADY), _metric(1.0, STEADY[:4]))
+    in_other_numbers = paired_ratio(_metric(subject, STEADY), _metric(1.0, STEADY[:6]))
     for found in (in_another_run, in_other_numbers):
         assert found is not None
         assert found.standing == standing
