@@ -40,6 +40,7 @@ def test_a_whole_compiled_model_is_warned_of_once_with_the_remedy(rank_pool: Poo
         assert "Compile each block instead" in found[0]
 
 
+@pytest.mark.slow
 def test_blocks_and_eager_models_are_not_warned_of(rank_pool: Pools) -> None:
     for compilation in ("blocks", "none"):
         assert rank_pool(2).run(_warnings, compilation) == [[], []]

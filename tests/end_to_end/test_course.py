@@ -33,7 +33,10 @@ def test_naive_equals_the_baseline() -> None:
         pytest.param(
             *("benchmark_optimized_ddp.py", ("--mode", "individual"), 75), marks=pytest.mark.slow
         ),
-        ("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-size-mb", "10"), None),
+        pytest.param(
+            *("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-size-mb", "10"), None),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-mb", "1000"), 11),
             marks=pytest.mark.slow,

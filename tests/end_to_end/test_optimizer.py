@@ -29,6 +29,7 @@ def _by_strategy(records: list[Record]) -> dict[object, Record]:
     return {record.case["strategy"]: record for record in records}
 
 
+@pytest.mark.slow
 def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
     names = ("torch_ddp", "torch_zero", "sharded_optimizer", "sharded", "fully_sharded")
     names += ("torch_fsdp2",)

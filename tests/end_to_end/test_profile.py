@@ -30,6 +30,7 @@ def _require_parts(records: list[Record]) -> None:
             assert "reported_exposed_s" in value
 
 
+@pytest.mark.slow
 def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "profile"
     records = run(
