@@ -9,17 +9,11 @@ import sys
 import pytest
 
 from paceline.records.store import decode_record
-from paceline.scaling import LossSurface, synthetic_sweep
+from paceline.scaling import synthetic_sweep
 from paceline.scaling.stand_in import StandIn, random_truth, serve
+from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]
-SURFACE = LossSurface(
-    irreducible=1.8,
-    parameter_scale=480.0,
-    parameter_exponent=0.35,
-    token_scale=2000.0,
-    token_exponent=0.37,
-)
 
 
 def scaling(

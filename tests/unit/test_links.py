@@ -2,9 +2,10 @@
 
 import pathlib
 import re
-import subprocess
 
 import pytest
+
+from tests.unit.project_files import project_files
 
 ROOT = pathlib.Path(__file__).parents[2]
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
@@ -12,13 +13,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def _pages() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    listed = project_files(ROOT, "*.md")
     return [name for name in listed if not name.startswith("docs/generated/")]
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.unit.project_files import project_files
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 
@@ -190,14 +192,8 @@ def _documented_tree() -> dict[str, set[str]]:
 
 
 def _directories(folder: pathlib.Path) -> set[str]:
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "."],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    return {f"{pathlib.PurePath(name).parts[0]}/" for name in tracked if "/" in name}
+    names = project_files(folder)
+    return {f"{pathlib.PurePath(name).parts[0]}/" for name in names if "/" in name}
 
 
 def test_the_tree_of_the_readme_is_the_tree_on_disk() -> None:

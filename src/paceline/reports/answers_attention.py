@@ -7,7 +7,12 @@ from paceline.accounting import attention_saved_bytes
 from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.records import Record
-from paceline.reports.attention_commentary import flash_sentences, growth_power
+from paceline.reports.attention_commentary import (
+    flash_sentences,
+    growth_power,
+    shortest,
+    why_missing,
+)
 from paceline.reports.attention_scheme import plot_tiles
 from paceline.reports.attention_tables import implementations_table, kernels_table
 from paceline.reports.compiled_attention import (
@@ -17,9 +22,10 @@ from paceline.reports.compiled_attention import (
 )
 from paceline.reports.document import Block, Picture
 from paceline.reports.evidence import Evidence, comparable_groups, varies
+from paceline.reports.measured import measured_block
 from paceline.reports.phrases import verdict
 from paceline.reports.pictures import draw_picture, picture_of
-from paceline.reports.places import describe_environments, describe_place
+from paceline.reports.places import describe_environments
 from paceline.reports.selection import case_number, describe_fields, split_fields
 from paceline.reports.tables import Table, records_table
 
@@ -40,12 +46,11 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
             key=lambda record: (case_number(record, "head_dim"), case_number(record, "context")),
         )
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(ordered),),
                 pictures=_two_pictures(ordered, f"attention-naive-{number}"),
-                commentary=tuple(_naive_sentences(ordered)),
-                places=describe_environments(group),
+                commentary=_naive_sentences(ordered),
             )
         )
     return tuple(blocks)
@@ -78,10 +83,10 @@ def _naive_sentences(records: Sequence[Record]) -> list[str]:
         sentences.append(f"{_saved(last)} {verdict(measured, expected, 0.01)}.")
     stopped = [record for record in records if not record.metrics]
     if stopped:
-        shortest = min(stopped, key=lambda record: case_number(record, "context"))
+        first = shortest(stopped)
         sentences.append(
-            f"The shortest that has no numbers is length {shortest.case['context']} at head width "
-            f"{shortest.case['head_dim']}: {shortest.outcome.replace('_', ' ')}, {shortest.reason}."
+            f"The shortest that has no numbers is length {first.case['context']} at head width "
+            f"{first.case['head_dim']}: {why_missing(first)}."
         )
     else:
         sentences.append("Every length that was tried fitted.")
@@ -170,8 +175,8 @@ def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
             if pair.width == longest.width
         ]
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                measured,
                 tables=(compiled_table(pairs),),
                 pictures=(
                     draw_picture(
@@ -181,8 +186,7 @@ def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of attention by length, plain and compiled",
                     ),
                 ),
-                commentary=tuple(compiled_sentences(pairs)),
-                places=describe_environments(measured),
+                commentary=compiled_sentences(pairs),
             )
         )
     return tuple(blocks)
@@ -262,12 +266,11 @@ def answer_flash(evidence: Evidence) -> tuple[Block, ...]:
     groups = comparable_groups(found, over, holds=varies("implementation"))
     for number, group in enumerate(groups):
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(implementations_table(group),),
                 pictures=_two_pictures(group, f"attention-flash-{number}"),
-                commentary=tuple(flash_sentences(group)),
-                places=describe_environments(group),
+                commentary=flash_sentences(group),
             )
         )
     return tuple(blocks)

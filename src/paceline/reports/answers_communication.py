@@ -9,9 +9,9 @@ from paceline.records.kinds import LINK_SHAPE
 from paceline.reports.document import Block
 from paceline.reports.evidence import Evidence, comparable_groups, varies
 from paceline.reports.lines import describe_unknown_line, find_line, is_loopback
+from paceline.reports.measured import measured_block
 from paceline.reports.phrases import times
 from paceline.reports.pictures import draw_picture
-from paceline.reports.places import describe_environments, describe_place
 from paceline.reports.selection import case_number
 from paceline.reports.strategy_groups import has_peers
 from paceline.reports.tables import records_table
@@ -49,9 +49,9 @@ def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
         if fits:
             tables.append(records_table(fits))
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
-                tables=tuple(tables),
+            measured_block(
+                group,
+                tables=tables,
                 pictures=(
                     draw_picture(
                         "communication",
@@ -60,8 +60,7 @@ def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
                         "Algorithm bandwidth of all-reduce by message size, with the line's rate",
                     ),
                 ),
-                commentary=tuple(_sentences(ordered, fits)),
-                places=describe_environments(group),
+                commentary=_sentences(ordered, fits),
             )
         )
     return tuple(blocks)

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from paceline.records import Record, join_key
+from paceline.records import Record
 from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTS
 from paceline.reports.data_parallel_commentary import flat_sentences, naive_sentences
 from paceline.reports.document import Block, Picture
 from paceline.reports.evidence import Evidence, comparable_groups
+from paceline.reports.measured import measured_block
 from paceline.reports.overhead_commentary import overhead_figures, overhead_sentences
 from paceline.reports.overlap_commentary import overlap_sentences, trace_sentences
 from paceline.reports.pictures import draw_picture, picture_of
-from paceline.reports.places import describe_environments, describe_place
 from paceline.reports.selection import strategy_text
 from paceline.reports.strategy_groups import (
     EXPOSED,
@@ -49,12 +49,11 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
         (naive,) = of_strategies(group, "naive")
         shown = of_strategies(group, "none", "naive")
         blocks.append(
-            Block(
-                heading=describe_place(naive),
+            measured_block(
+                group,
                 tables=(records_table(shown),),
                 pictures=(_phases(shown, f"naive-{number}"),),
-                commentary=tuple(naive_sentences(naive, group)),
-                places=describe_environments(group),
+                commentary=naive_sentences(naive, group),
             )
         )
     return tuple(blocks)
@@ -66,12 +65,11 @@ def answer_flat(evidence: Evidence) -> tuple[Block, ...]:
     for number, group in enumerate(strategy_groups(evidence, "naive", "flat")):
         naive, flat = shown = of_strategies(group, "naive", "flat")
         blocks.append(
-            Block(
-                heading=describe_place(flat),
+            measured_block(
+                group,
                 tables=(records_table(shown),),
                 pictures=(_phases(shown, f"flat-{number}"),),
-                commentary=tuple(flat_sentences(naive, flat)),
-                places=describe_environments(group),
+                commentary=flat_sentences(naive, flat),
             )
         )
     return tuple(blocks)
@@ -88,12 +86,11 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
         ordered = of_strategies(group, *STRATEGIES)
         predictions = _predictions(evidence, group)
         blocks.append(
-            Block(
-                heading=describe_place(ordered[0]),
+            measured_block(
+                group,
                 tables=(records_table(ordered),),
                 pictures=_overlap_pictures(ordered, predictions, number),
-                commentary=tuple(overlap_sentences(ordered, predictions)),
-                places=describe_environments(group),
+                commentary=overlap_sentences(ordered, predictions),
             )
         )
     return tuple(blocks)
@@ -141,19 +138,15 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
     found = [record for record in evidence.find("timeline") if has_peers(record)]
     for number, group in enumerate(comparable_groups(found, (*OVER, "rank"))):
         measured = [record for record in group if record.metrics]
-        predictions = [
-            record
-            for record in evidence.predictions("timeline")
-            if any(join_key(record) == join_key(each) for each in measured)
-        ]
+        predictions = evidence.predictions_for("timeline", measured)
         # Others' messages look longer by their wait for the rank that arrives last.
         waits_least = {
             strategy_text(record): record
             for record in sorted(measured, key=exposed_seconds, reverse=True)
         }
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(measured),),
                 pictures=(
                     draw_picture(
@@ -163,8 +156,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
                         "Computing and messages of every rank in one step, by strategy",
                     ),
                 ),
-                commentary=tuple(trace_sentences(waits_least)),
-                places=describe_environments(group),
+                commentary=trace_sentences(waits_least),
             )
         )
     return tuple(blocks)

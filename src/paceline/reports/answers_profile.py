@@ -9,6 +9,7 @@ from paceline.core.units import MIB, format_binary_bytes
 from paceline.records import Record, join_key
 from paceline.reports.document import Block
 from paceline.reports.evidence import Evidence, comparable_groups
+from paceline.reports.measured import measured_block
 from paceline.reports.memory_sentences import memory_sentences
 from paceline.reports.operator_sentences import comparable_flops, operator_sentences
 from paceline.reports.phrases import times
@@ -102,9 +103,9 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         if allocations:
             tables.append(records_table(allocations))
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
-                tables=tuple(tables),
+            measured_block(
+                group,
+                tables=tables,
                 pictures=(
                     draw_picture(
                         "memory-timeline",
@@ -113,8 +114,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
                         "Memory over a step, stacked by what it is for",
                     ),
                 ),
-                commentary=tuple(memory_sentences(ordered, allocations)),
-                places=describe_environments(group),
+                commentary=memory_sentences(ordered, allocations),
             )
         )
     return tuple(blocks)

@@ -7,19 +7,18 @@ from paceline.core.presets import model_preset
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes, format_seconds
-from paceline.records import Record, join_key
+from paceline.records import Record
 from paceline.reports.document import Block
 from paceline.reports.evidence import Evidence, comparable_groups, includes
+from paceline.reports.measured import measured_block
 from paceline.reports.phrases import times, verdict
 from paceline.reports.pictures import draw_picture
-from paceline.reports.places import describe_environments, describe_place
 from paceline.reports.predictions import with_predictions
 from paceline.reports.ratios import unpaired_ratio
 from paceline.reports.selection import strategy_text
-from paceline.reports.strategy_groups import has_peers
+from paceline.reports.strategy_groups import OVER, has_peers
 from paceline.reports.tables import Table, records_table
 
-_OVER = ("strategy", "bucket_size_mb")
 _BASE = "torch_ddp"
 _SHARDED = "sharded_optimizer"
 _PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
@@ -37,18 +36,14 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what sharding saves at each instant, and what the rest is."""
     blocks = []
     found = evidence.find("optimizer")
-    groups = comparable_groups(found, _OVER, holds=includes("strategy", _BASE))
+    groups = comparable_groups(found, OVER, holds=includes("strategy", _BASE))
     for number, group in enumerate(groups):
-        predictions = [
-            record
-            for record in evidence.predictions("optimizer")
-            if any(join_key(record) == join_key(each) for each in group)
-        ]
+        predictions = evidence.predictions_for("optimizer", group)
         joined = with_predictions(group, predictions)
         measured = [record for record in joined if record.metrics]
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(joined), records_table(joined, "memory")),
                 pictures=(
                     draw_picture(
@@ -58,8 +53,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
                         "Memory of a step by what it holds, measured and predicted",
                     ),
                 ),
-                commentary=tuple(_sentences(measured)),
-                places=describe_environments(group),
+                commentary=_sentences(measured),
             )
         )
     return tuple(blocks)
@@ -123,7 +117,7 @@ def answer_time(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what sharding does to the time of a step."""
     blocks = []
     found = [record for record in evidence.find("optimizer") if has_peers(record)]
-    for group in comparable_groups(found, _OVER, holds=includes("strategy", _BASE, _SHARDED)):
+    for group in comparable_groups(found, OVER, holds=includes("strategy", _BASE, _SHARDED)):
         measured = [record for record in group if record.metrics]
         base = next(record for record in measured if record.case["strategy"] == _BASE)
         sentences = [_time_sentence(record, base) for record in measured if record is not base]
@@ -134,11 +128,10 @@ def answer_time(evidence: Evidence) -> tuple[Block, ...]:
             "in turn, for fine differences."
         )
         blocks.append(
-            Block(
-                heading=describe_place(base),
+            measured_block(
+                group,
                 tables=(_time_table(measured, base),),
-                commentary=tuple(sentences),
-                places=describe_environments(group),
+                commentary=sentences,
             )
         )
     return tuple(blocks)

@@ -4,8 +4,8 @@ from paceline.records import CaseValue, Record
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.reports.document import Block
 from paceline.reports.evidence import Evidence, comparable_groups, varies
+from paceline.reports.measured import measured_block
 from paceline.reports.pictures import draw_picture
-from paceline.reports.places import describe_environments, describe_place
 from paceline.reports.selection import case_number
 from paceline.reports.step_comparisons import (
     compile_sentence,
@@ -25,8 +25,8 @@ def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
         ordered = sorted(group, key=num_parameters)
         timed = [record for record in ordered if record.metrics]
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(ordered),),
                 pictures=(
                     draw_picture(
@@ -36,8 +36,7 @@ def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of forward, backward and optimizer by model",
                     ),
                 ),
-                commentary=tuple(size_sentences(timed)),
-                places=describe_environments(group),
+                commentary=size_sentences(timed),
             )
         )
     return tuple(blocks)
@@ -54,8 +53,8 @@ def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
     for number, group in enumerate(comparable_groups(found, ("warmup",), holds=varies("warmup"))):
         ordered = sorted(group, key=lambda record: case_number(record, "warmup"))
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(ordered),),
                 pictures=(
                     draw_picture(
@@ -65,10 +64,7 @@ def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
                         "Every sample of the step time by number of warm-up steps",
                     ),
                 ),
-                commentary=tuple(
-                    warmup_sentences([record for record in ordered if record.metrics])
-                ),
-                places=describe_environments(group),
+                commentary=warmup_sentences([record for record in ordered if record.metrics]),
             )
         )
     return tuple(blocks)
@@ -86,8 +82,8 @@ def answer_precision(evidence: Evidence) -> tuple[Block, ...]:
         sentences = precision_sentences([record for record in ordered if record.metrics])
         if sentences:
             blocks.append(
-                Block(
-                    heading=describe_place(group[0]),
+                measured_block(
+                    group,
                     tables=(records_table(ordered),),
                     pictures=(
                         draw_picture(
@@ -97,8 +93,7 @@ def answer_precision(evidence: Evidence) -> tuple[Block, ...]:
                             "Time of forward, backward and optimizer by number format",
                         ),
                     ),
-                    commentary=tuple(sentences),
-                    places=describe_environments(group),
+                    commentary=sentences,
                 )
             )
     return tuple(blocks)
@@ -120,8 +115,8 @@ def answer_compiled_step(evidence: Evidence) -> tuple[Block, ...]:
         in_pairs = {id(record) for pair in pairs for record in pair}
         compared = [record for record in ordered if id(record) in in_pairs]
         blocks.append(
-            Block(
-                heading=describe_place(group[0]),
+            measured_block(
+                group,
                 tables=(records_table(compared),),
                 pictures=(
                     draw_picture(
@@ -131,8 +126,7 @@ def answer_compiled_step(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of forward, backward and optimizer, compiled and not",
                     ),
                 ),
-                commentary=tuple(compile_sentence(record, base) for record, base in pairs),
-                places=describe_environments(group),
+                commentary=(compile_sentence(record, base) for record, base in pairs),
             )
         )
     return tuple(blocks)

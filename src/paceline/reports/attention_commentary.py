@@ -190,13 +190,22 @@ def _unmeasured_sentences(records: Sequence[Record]) -> list[str]:
     for name, tried in cases.items():
         without = [record for record in tried if not record.metrics]
         if without:
-            first = min(without, key=lambda record: case_number(record, "context"))
+            first = shortest(without)
             sentences.append(
                 f"{name} has no numbers in {len(without)} of {len(tried)} cases, the shortest at "
-                f"length {first.case['context']}: {first.outcome.replace('_', ' ')}, "
-                f"{first.reason}."
+                f"length {first.case['context']}: {why_missing(first)}."
             )
     return sentences
+
+
+def shortest(records: Sequence[Record]) -> Record:
+    """Returns the record of the shortest length."""
+    return min(records, key=lambda record: case_number(record, "context"))
+
+
+def why_missing(record: Record) -> str:
+    """Says why a case has no numbers."""
+    return f"{record.outcome.replace('_', ' ')}, {record.reason}"
 
 
 def _name(record: Record) -> str:

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from paceline.records import CaseValue, Record
+from paceline.records import CaseValue, Record, join_key
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
 from paceline.reports.provenance import machine_of
@@ -56,6 +56,11 @@ class Evidence:
             for record in self.records
             if record.kind == PREDICTION and record.measured_kind.name == kind
         ]
+
+    def predictions_for(self, kind: str, measured: Sequence[Record]) -> list[Record]:
+        """Returns what was predicted of the very cases that were measured."""
+        keys = {join_key(record) for record in measured}
+        return [record for record in self.predictions(kind) if join_key(record) in keys]
 
 
 def _identity(record: Record) -> object:

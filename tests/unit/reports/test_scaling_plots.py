@@ -7,17 +7,10 @@ import pytest
 from paceline.reports.figures import save_figure
 from paceline.reports.scaling_plots import SCALING_PLOTS, plot_laws, plot_profiles
 from paceline.reports.scaling_tables import methods_table, run_text, runs_table, waste_table
-from paceline.scaling import LossSurface, ScalingFit, SweepDesign, fit, synthetic_sweep
+from paceline.scaling import ScalingFit, SweepDesign, fit, synthetic_sweep
 from paceline.scaling.decide import decide
 from paceline.scaling.service import RunRequest
-
-SURFACE = LossSurface(
-    irreducible=1.8,
-    parameter_scale=480.0,
-    parameter_exponent=0.35,
-    token_scale=2000.0,
-    token_exponent=0.37,
-)
+from tests.unit.scaling.surfaces import SURFACE
 
 
 @pytest.fixture(scope="module")

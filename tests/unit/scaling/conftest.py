@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from paceline.scaling import LossSurface, Sweep, read_sweep
+from tests.unit.scaling.surfaces import SURFACE
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +19,4 @@ def course_sweep() -> Sweep:
 
 @pytest.fixture(scope="session")
 def surface() -> LossSurface:
-    return LossSurface(
-        irreducible=1.8,
-        parameter_scale=480.0,
-        parameter_exponent=0.35,
-        token_scale=2000.0,
-        token_exponent=0.37,
-    )
+    return SURFACE
