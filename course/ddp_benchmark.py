@@ -6,16 +6,16 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from paceline.accounting.memory import minimum_step_bytes
+from paceline.accounting.memory.lower_bounds import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.data_parallel import COMMUNICATION, EXPOSED, STEP, Comparison
-from paceline.benchmarks.data_parallel_config import DataParallelSweep
-from paceline.benchmarks.memory import usable_memory_bytes
+from paceline.benchmarks.harness.memory import usable_memory_bytes
+from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.benchmarks.strategies.measure import COMMUNICATION, EXPOSED, STEP, Comparison
 from paceline.core import BatchShape, model_preset, precision_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.parallel import distributed_session
-from paceline.parallel.bucket_size import measure_group
+from paceline.parallel.ddp.bucket_size import measure_group
 from paceline.parallel.strategies import message_sizes
 
 # The courses' sizes, largest first; the hand-outs measure xl on two GPUs.

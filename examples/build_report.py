@@ -5,9 +5,9 @@ python examples/build_report.py paceline-records.jsonl
 
 import sys
 
+from paceline.course.report import build_report
 from paceline.records import RecordStore
-from paceline.reports.build import build_report
-from paceline.reports.html import render_html
+from paceline.reports.document.html import render_html
 
 report = build_report(list(RecordStore(sys.argv[1]).read()))
 for section in report.sections:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.benchmarks.devices import current_environment, describe_place
-from paceline.benchmarks.measure import ratio_metric
+from paceline.benchmarks.harness.devices import current_environment, describe_place
+from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.core.specs import Phase
 from paceline.kernels import flash_attention
-from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.attention.api import AttentionBackend
 from paceline.records import Metric, Record, RecordStore
 
 HEADS, HEAD_DIM = 8, 64

@@ -13,9 +13,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.communication import Collective, time_call
-from paceline.benchmarks.devices import current_environment, describe_place
-from paceline.benchmarks.measure import ratio_metric
+from paceline.benchmarks.collectives.measure import Collective, time_call
+from paceline.benchmarks.harness.devices import current_environment, describe_place
+from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.core.units import MB
 from paceline.parallel import RankPool
 from paceline.records import Metric, Record, RecordStore

@@ -12,37 +12,37 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
-from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
+from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.accounting.goodput import (
     best_checkpoint_interval_s,
     goodput,
     interruption_interval_s,
 )
-from paceline.accounting.ledger import Judgement, judge, leave_one_out
-from paceline.accounting.step_predictions import ledger_cases
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
+from paceline.prediction.backtest import Judgement, judge, leave_one_out
+from paceline.prediction.records import ledger_cases
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
-from paceline.reports.attention_scheme import plot_tiles
-from paceline.reports.attention_tables import implementations_table, kernels_table
-from paceline.reports.calibration_tables import repeats_table
-from paceline.reports.figures import save_figure
-from paceline.reports.ledger_plots import plot_ledger
-from paceline.reports.ledger_tables import ledger_table
-from paceline.reports.plots import draw
-from paceline.reports.predictions import with_predictions
-from paceline.reports.profile_tables import (
+from paceline.reports.plots.backtest import plot_ledger
+from paceline.reports.plots.diagrams.attention import plot_tiles
+from paceline.reports.plots.diagrams.overlap import plot_designs
+from paceline.reports.plots.diagrams.sharding import plot_stages
+from paceline.reports.plots.registry import draw
+from paceline.reports.plots.style import save_figure
+from paceline.reports.tables.attention import implementations_table, kernels_table
+from paceline.reports.tables.backtest import ledger_table
+from paceline.reports.tables.calibration import repeats_table
+from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
     memory_table,
     operator_table,
     work_table,
 )
-from paceline.reports.sharding_scheme import plot_stages
-from paceline.reports.tables import Table, View, records_table, render_markdown
-from paceline.reports.timeline import plot_designs
+from paceline.reports.tables.table import Table, View, records_table, render_markdown
+from paceline.reports.tables.with_predictions import with_predictions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

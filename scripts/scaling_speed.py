@@ -14,9 +14,9 @@ import numpy as np
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.scaling import SweepDesign, synthetic_sweep
-from paceline.scaling.bootstrap import draw_counts
-from paceline.scaling.parametric import fit_parametric
-from paceline.scaling.projection import fit_projection
+from paceline.scaling.fits.bootstrap import draw_counts
+from paceline.scaling.fits.parametric import fit_parametric
+from paceline.scaling.fits.variable_projection import fit_projection
 from paceline.scaling.surface import EPOCH
 
 _NOISE = 0.005

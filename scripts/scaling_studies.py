@@ -9,8 +9,8 @@ import pathlib
 import sys
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.study import coverage_study, design_study, warning_study
-from paceline.scaling.synthetic import Departure
+from paceline.scaling.validation.coverage import coverage_study, design_study, warning_study
+from paceline.scaling.validation.synthetic import Departure
 
 _NOISE = 0.005
 _STUDIES = ("coverage", "warnings", "design")

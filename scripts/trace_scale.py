@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-from paceline.benchmarks.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.harness.devices import current_environment, describe_place, resolve_device
 from paceline.core.units import GB
 from paceline.records import Metric, Record, RecordStore
 
@@ -29,7 +29,7 @@ _OPERATORS = (
 )
 _ANALYSE = """
 import pathlib, resource, sys, time
-from paceline.traces.analysis import analyse_trace
+from paceline.traces.steps.analysis import analyse_trace
 began = time.perf_counter()
 analysis = analyse_trace(pathlib.Path(sys.argv[1]))
 seconds = time.perf_counter() - began

@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Not the operators of torch, which it compiles, nor the kernels of Triton, whose source it reads.
-CHECKED = ["paceline.kernels.attention_reference", "paceline.kernels.attention_tiled"]
+CHECKED = ["paceline.kernels.attention.reference", "paceline.kernels.attention.tiled"]
 
 with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.beartype"):
     import paceline.kernels
-    import paceline.kernels.attention_tiled
+    import paceline.kernels.attention.tiled
     import paceline.models  # noqa: F401

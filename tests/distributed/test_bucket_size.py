@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.parallel.bucket_size import CANDIDATES_MB
+from paceline.parallel.ddp.bucket_size import CANDIDATES_MB
 from tests.distributed.toys import (
     MODELS,
     data,

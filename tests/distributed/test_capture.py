@@ -12,11 +12,11 @@ from torch.profiler import record_function
 
 from paceline.core.ranges import step_range
 from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.traces import clock_alignment
-from paceline.traces.analysis import analyse_trace
-from paceline.traces.capture import record_ranks
-from paceline.traces.merge import TracePart, merge_traces
-from paceline.traces.reader import TraceError
+from paceline.traces.capture import clock_alignment
+from paceline.traces.capture.merge import TracePart, merge_traces
+from paceline.traces.capture.profiler import record_ranks
+from paceline.traces.events.reader import TraceError
+from paceline.traces.steps.analysis import analyse_trace
 from tests.distributed.toys import Layered, data, loss_of
 
 Pools = Callable[[int], RankPool]

@@ -4,10 +4,10 @@ from typing import get_args
 import pytest
 import torch
 
-from paceline.benchmarks import communication
-from paceline.benchmarks.communication import Collective, measure_collective, time_call
-from paceline.benchmarks.config import CommunicationCase
-from paceline.core.operations import Operation
+from paceline.benchmarks.collectives import measure as communication
+from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.benchmarks.collectives.measure import Collective, measure_collective, time_call
+from paceline.core.collectives import Operation
 from paceline.parallel import RankError, RankPool
 
 Pools = Callable[[int], RankPool]

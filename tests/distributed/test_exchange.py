@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.parallel import RankPool, exchange
-from paceline.parallel.exchange import start_gathering, start_reduction
+from paceline.parallel import RankPool
+from paceline.parallel.ranks import reduce_scatter as exchange
+from paceline.parallel.ranks.reduce_scatter import start_gathering, start_reduction
 
 Pools = Callable[[int], RankPool]
 
@@ -104,7 +105,7 @@ import time
 import torch
 import torch.distributed as dist
 from paceline.parallel import distributed_session
-from paceline.parallel.exchange import start_reduction
+from paceline.parallel.ranks.reduce_scatter import start_reduction
 
 with distributed_session(ranks_per_host=2, timeout_s=120) as session:
     if session.rank == 1:

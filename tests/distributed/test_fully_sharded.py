@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
-from paceline.parallel.fully_sharded import FullyShardedDataParallel
-from paceline.parallel.fully_sharded_layer import ShardedLayer
+from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.fsdp.layer import ShardedLayer
 from tests.distributed.toys import MODELS, WIDTH, Layered, Shapes, data, loss_of
 
 Pools = Callable[[int], RankPool]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.accounting.gradient_messages import gradient_messages
-from paceline.accounting.strategy_time import PREDICTED
 from paceline.core import ModelShape
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import RankPool
 from paceline.parallel.strategies import apply_strategy, message_sizes
+from paceline.prediction.messages import gradient_messages
+from paceline.prediction.step import PREDICTED
 
 Pools = Callable[[int], RankPool]
 

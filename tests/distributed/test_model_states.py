@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from paceline.accounting import parameter_sizes, step_memory
-from paceline.accounting.model_states import rank_state_bytes
-from paceline.accounting.step_memory import MemoryParts
-from paceline.benchmarks.config import PrecisionName, StepCase
-from paceline.benchmarks.data_parallel_config import Variant
-from paceline.benchmarks.memory import storage_bytes
-from paceline.benchmarks.optimizer import OptimizerMeasurement, OptimizerStep
-from paceline.benchmarks.optimizer_config import OptimizerCase
+from paceline.accounting.memory.model_states import rank_state_bytes
+from paceline.accounting.memory.step import MemoryParts
+from paceline.benchmarks.harness.config import PrecisionName
+from paceline.benchmarks.harness.memory import storage_bytes
+from paceline.benchmarks.optimizer_memory.config import OptimizerCase
+from paceline.benchmarks.optimizer_memory.measure import OptimizerMeasurement, OptimizerStep
+from paceline.benchmarks.step.config import StepCase
+from paceline.benchmarks.strategies.config import Variant
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,
@@ -24,7 +25,7 @@ from paceline.core.specs import (
 )
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.parallel import RankPool
-from paceline.parallel.sharded_data_parallel import ShardedDataParallel
+from paceline.parallel.zero.container import ShardedDataParallel
 
 Pools = Callable[[int], RankPool]
 

@@ -23,9 +23,9 @@ from paceline.parallel import (
     ShardedDataParallel,
     ShardedOptimizer,
     merge_shards,
-    shard_unit,
 )
-from paceline.parallel.exchange import Pending, start_gathering
+from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering
+from paceline.parallel.zero import flat_parameters
 from tests.distributed.toys import (
     MODELS,
     WIDTH,
@@ -237,7 +237,10 @@ def _read_others(rank: int, world_size: int) -> None:
     sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
     whole = SGD(oracle.parameters(), lr=0.1)
     inputs = [data(0, r).reshape(2, 3, WIDTH) for r in range(world_size)]
-    before, shard_unit.start_gathering = shard_unit.start_gathering, _spoil_what_is_under_way
+    before, flat_parameters.start_gathering = (
+        flat_parameters.start_gathering,
+        _spoil_what_is_under_way,
+    )
     try:
         for _ in range(3):
             ours(inputs[rank]).square().mean().backward()
@@ -248,7 +251,7 @@ def _read_others(rank: int, world_size: int) -> None:
         assert all(bool(value.isfinite().all()) for value in part.values())
         _require_close(ours, oracle)
     finally:
-        shard_unit.start_gathering = before
+        flat_parameters.start_gathering = before
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

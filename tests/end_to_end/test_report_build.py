@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from paceline.records import RecordStore
-from paceline.workflows.battery import Battery
 from paceline.workflows.cases import BatteryCase, Expected
+from paceline.workflows.suite import Battery
 from tests.end_to_end.test_command_line import FAST, paceline
 
 ROOT = pathlib.Path(__file__).parents[2]

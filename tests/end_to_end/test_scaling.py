@@ -10,7 +10,7 @@ import pytest
 
 from paceline.records.store import decode_record
 from paceline.scaling import synthetic_sweep
-from paceline.scaling.stand_in import StandIn, random_truth, serve
+from paceline.scaling.validation.fake_service import StandIn, random_truth, serve
 from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]

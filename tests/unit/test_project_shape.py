@@ -1,5 +1,8 @@
 """The project keeps the shape that it shows: layers, exports, tree, and a light start."""
 
+import ast
+import collections
+import graphlib
 import importlib
 import pathlib
 import re
@@ -127,8 +130,10 @@ EXPORTS = {
     "paceline.lab": {"Host", "LabError", "LinkShape", "hosts"},
 }
 TORCH_FREE_ROOMS = (
-    *("core", "records", "accounting", "planner", "scaling", "lab", "reports", "workflows", "cli"),
+    *("core", "records", "accounting", "prediction", "planner", "scaling", "lab", "reports"),
+    *("workflows", "course", "cli"),
 )
+MOST_MODULES_SIDE_BY_SIDE = 14
 
 
 @pytest.mark.parametrize("module", EXPORTS)
@@ -150,7 +155,7 @@ def _torch_free_modules() -> list[str]:
 
 def test_the_planning_half_never_loads_torch() -> None:
     modules = _torch_free_modules()
-    assert "paceline.benchmarks.config" in modules
+    assert "paceline.benchmarks.harness.config" in modules
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"
@@ -173,7 +178,7 @@ def test_parsing_a_command_loads_neither_torch_nor_numpy() -> None:
 def test_ranks_do_not_wait_for_a_compiler_that_they_may_not_need() -> None:
     code = (
         "import sys\n"
-        "import paceline.benchmarks.data_parallel_sweep, paceline.models, paceline.parallel\n"
+        "import paceline.benchmarks.strategies.sweep, paceline.models, paceline.parallel\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -201,6 +206,40 @@ def test_the_tree_of_the_readme_is_the_tree_on_disk() -> None:
     on_disk = {name for name in _directories(ROOT) if not name.startswith(".")}
     assert documented[""] == (on_disk - {"src/"}) | {"src/paceline/"}
     assert documented["src/paceline/"] == _directories(PACKAGE)
+
+
+def _import_graph() -> dict[str, set[str]]:
+    """Every file of the package and the files that it imports, anywhere in it."""
+    paths = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                imported |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        graph[name] = (imported & set(paths)) - {name}
+    return graph
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph = _import_graph()
+    assert len(graph) > 200
+    graphlib.TopologicalSorter(graph).prepare()  # Names the files of a cycle.
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = collections.Counter(
+        str(path.parent.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    crowded = {name: n for name, n in folders.items() if n > MOST_MODULES_SIDE_BY_SIDE}
+    assert not crowded
 
 
 def test_files_stay_small() -> None:

@@ -1,7 +1,6 @@
 """Arithmetic over frozen specs: parameters, FLOPs, memory. Pure functions, no torch."""
 
-from paceline.accounting.activations import peak_activation_bytes, saved_for_backward_bytes
-from paceline.accounting.attention import (
+from paceline.accounting.attention.cost import (
     AttentionFlops,
     attention_flops,
     attention_saved_bytes,
@@ -9,14 +8,15 @@ from paceline.accounting.attention import (
     tiled_attention_peak_bytes,
 )
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
-from paceline.accounting.memory import minimum_step_bytes
-from paceline.accounting.model_states import (
+from paceline.accounting.memory.activations import peak_activation_bytes, saved_for_backward_bytes
+from paceline.accounting.memory.lower_bounds import minimum_step_bytes
+from paceline.accounting.memory.model_states import (
     ModelStates,
     model_state_bytes,
     parameter_sizes,
 )
+from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.parameters import ParameterCount, count_parameters
-from paceline.accounting.step_memory import MemoryParts, step_memory
 
 __all__ = [
     "AttentionFlops",

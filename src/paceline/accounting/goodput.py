@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.collectives import Numbers
+from paceline.accounting.communication.collectives import Numbers
 
 HOUR_S = 3600.0
 

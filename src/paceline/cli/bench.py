@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import tyro
 
-from paceline.benchmarks.attention_config import AttentionSweep
-from paceline.benchmarks.config import CommunicationSweep, StepSweep
-from paceline.benchmarks.data_parallel_config import DataParallelSweep
-from paceline.benchmarks.kernel_config import KernelSweep
-from paceline.benchmarks.optimizer_config import OptimizerSweep
+from paceline.benchmarks.attention.config import AttentionSweep
+from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.kernels.config import KernelSweep
+from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
+from paceline.benchmarks.step.config import StepSweep
+from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
     OutputOptions,
     case_progress,
@@ -144,14 +145,14 @@ def _records(
     on_progress: Callable[[int, int], None],
 ) -> "Iterator[Record]":
     if isinstance(subject, CommunicationCommand):
-        from paceline.benchmarks.communication_sweep import communication_records
+        from paceline.benchmarks.collectives.sweep import communication_records
 
         return communication_records(subject.sweep)
 
     if isinstance(subject, DataParallelCommand):
         import logging
 
-        from paceline.benchmarks.data_parallel_sweep import data_parallel_records
+        from paceline.benchmarks.strategies.sweep import data_parallel_records
 
         # Of the benchmarks alone: under a launcher the container on this rank says the same.
         logging.basicConfig(format="paceline: %(message)s")
@@ -159,16 +160,17 @@ def _records(
         return data_parallel_records(subject.sweep, on_progress)
 
     if isinstance(subject, OptimizerCommand):
-        from paceline.benchmarks.optimizer_sweep import optimizer_records
+        from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
 
         return optimizer_records(subject.sweep)
 
     if isinstance(subject, KernelCommand):
-        from paceline.benchmarks.kernels import kernel_records
+        from paceline.benchmarks.kernels.compile import kernel_records
 
         return kernel_records(subject.sweep, on_progress)
 
-    from paceline.benchmarks.sweep import attention_records, step_records
+    from paceline.benchmarks.attention.sweep import attention_records
+    from paceline.benchmarks.step.sweep import step_records
 
     if isinstance(subject, StepCommand):
         return step_records(subject.sweep, on_progress)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paceline.benchmarks.calibrate_config import CalibrationSweep
+from paceline.benchmarks.calibration.config import CalibrationSweep
 from paceline.cli.bench import StoreOptions
 from paceline.cli.output import OutputOptions, case_progress, keep_records, print_tables
 
@@ -18,7 +18,7 @@ class CalibrateCommand:
 
 def run(command: CalibrateCommand) -> int:
     """Measures, appends to the store, prints."""
-    from paceline.benchmarks.calibrate import calibration_records
+    from paceline.benchmarks.calibration.calibrate import calibration_records
 
     with case_progress(1) as progress:
         made = calibration_records(command.sweep, progress.step)

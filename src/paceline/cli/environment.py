@@ -24,7 +24,7 @@ def run(command: EnvironmentCommand) -> int:
     """Prints the environment; fails when the self-test does."""
     import torch
 
-    from paceline.benchmarks.devices import (
+    from paceline.benchmarks.harness.devices import (
         current_environment,
         describe_place,
         peer_links,
@@ -55,7 +55,7 @@ def run(command: EnvironmentCommand) -> int:
 
 
 def _self_test(backend: str) -> "Metric":
-    from paceline.benchmarks.self_test import all_reduce_self_test
+    from paceline.benchmarks.collectives.self_test import all_reduce_self_test
     from paceline.parallel import run_ranks
     from paceline.records import Metric
 

@@ -55,8 +55,8 @@ def keep_records(
 def print_tables(records: "Sequence[Record]") -> None:
     """Prints a table for each kind of measurement, with what was predicted of it."""
     from paceline.records.kinds import PREDICTION
-    from paceline.reports.predictions import with_predictions
-    from paceline.reports.tables import records_table, render_rich
+    from paceline.reports.tables.table import records_table, render_rich
+    from paceline.reports.tables.with_predictions import with_predictions
 
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
         chosen = [record for record in records if record.kind == kind]

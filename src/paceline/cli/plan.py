@@ -10,8 +10,8 @@ import tyro
 
 from paceline.cli.output import OutputOptions, require_figure
 from paceline.cli.plan_step import LedgerCommand, StepCommand, run_ledger, run_step
+from paceline.core.device_table import find_device
 from paceline.core.errors import UsageError
-from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, StrategyName
@@ -110,14 +110,14 @@ def run(command: PlanCommand) -> int:
     if isinstance(question, LedgerCommand):
         return run_ledger(question)
     if isinstance(question, AccountCommand):
-        from paceline.accounting.course_accounting import account
+        from paceline.course.accounting import account
 
         _print(account(model_preset(question.model)), question.output)
         return 0
     if isinstance(question, MemoryCommand):
         _print([_explain_memory(question)], question.output)
         return 0
-    from paceline.accounting.overhead import explain_overhead
+    from paceline.accounting.communication.overlap_explained import explain_overhead
 
     explanation = explain_overhead(
         total_bytes=parse_bytes(question.size),
@@ -131,8 +131,8 @@ def run(command: PlanCommand) -> int:
 
 def _explain_memory(question: MemoryCommand) -> "Explanation":
     """Tabulates and explains the memory of a step, and draws it where that is asked for."""
-    from paceline.accounting.memory_plan import StepPlan, explain_memory
-    from paceline.reports.memory_plan_tables import instants_text
+    from paceline.accounting.memory.explain import StepPlan, explain_memory
+    from paceline.reports.tables.memory_plan import instants_text
 
     shape = model_preset(question.model)
     require_context(question.model, shape, question.context)
@@ -148,8 +148,8 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
     device = None if question.device is None else find_device(question.device)
     instants = plan.instants(question.world_size)
     if question.figure is not None:
-        from paceline.reports.figures import save_as
-        from paceline.reports.memory_plan_plots import plot_memory_plan
+        from paceline.reports.plots.memory_plan import plot_memory_plan
+        from paceline.reports.plots.style import save_as
 
         title = (
             f"{question.model} under {question.strategy}, fullest of {question.world_size} ranks"

@@ -17,8 +17,8 @@ from paceline.core.specs import BatchShape, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 
 if TYPE_CHECKING:
-    from paceline.accounting.ledger import Case
-    from paceline.accounting.step_predictions import PredictedCase
+    from paceline.prediction.backtest import Case
+    from paceline.prediction.records import PredictedCase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class LedgerCommand:
 
 def run_step(command: StepCommand) -> int:
     """Predicts every case at every calibrated place."""
-    from paceline.accounting.calibration_records import calibrations
-    from paceline.accounting.ledger import fit_correction
-    from paceline.accounting.step_predictions import predict_step
+    from paceline.prediction.backtest import fit_correction
+    from paceline.prediction.calibration_records import calibrations
+    from paceline.prediction.records import predict_step
     from paceline.records import RecordStore
     from paceline.records.environment import capture_environment
-    from paceline.reports.tables import records_table, render_rich
+    from paceline.reports.tables.table import records_table, render_rich
 
     places = calibrations(RecordStore(command.calibration).read())
     if not places:
@@ -96,7 +96,7 @@ def run_step(command: StepCommand) -> int:
 
 
 def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
-    from paceline.accounting.step_predictions import PredictedCase
+    from paceline.prediction.records import PredictedCase
 
     strategies: tuple[StrategyName, ...] = command.strategies if world_size > 1 else ("none",)
     for model, batch, strategy in itertools.product(command.model, command.batch, strategies):
@@ -113,11 +113,11 @@ def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
 
 def run_ledger(command: LedgerCommand) -> int:
     """Judges every case by the others."""
-    from paceline.accounting.ledger import judge, leave_one_out, summarize
-    from paceline.reports.figures import save_as
-    from paceline.reports.ledger_plots import plot_ledger
-    from paceline.reports.ledger_tables import ledger_table
-    from paceline.reports.tables import render_rich
+    from paceline.prediction.backtest import judge, leave_one_out, summarize
+    from paceline.reports.plots.backtest import plot_ledger
+    from paceline.reports.plots.style import save_as
+    from paceline.reports.tables.backtest import ledger_table
+    from paceline.reports.tables.table import render_rich
 
     cases = _read_cases(command.records)
     judgements = leave_one_out(cases)
@@ -136,7 +136,7 @@ def run_ledger(command: LedgerCommand) -> int:
 
 
 def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[Case]":
-    from paceline.accounting.step_predictions import ledger_cases
+    from paceline.prediction.records import ledger_cases
     from paceline.records import RecordStore
 
     return ledger_cases(record for path in paths for record in RecordStore(path).read())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.config import StepSweep
-from paceline.benchmarks.data_parallel_config import DataParallelSweep
+from paceline.benchmarks.step.config import StepSweep
+from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
     OutputOptions,
     byte_progress,
@@ -85,7 +85,7 @@ def run(command: ProfileCommand) -> int:
 
 
 def _run_data_parallel(command: DataParallelCommand) -> int:
-    from paceline.benchmarks.data_parallel_profile import trace_data_parallel
+    from paceline.benchmarks.strategies.profile import trace_data_parallel
 
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
@@ -100,7 +100,7 @@ def _run_step(command: StepCommand) -> int:
     if len(cases) != 1:
         raise UsageError("one trace is of one case; give every list of the sweep one value")
 
-    from paceline.benchmarks.step_profile import profile_step
+    from paceline.benchmarks.step.profile import profile_step
 
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
@@ -112,8 +112,8 @@ def _run_step(command: StepCommand) -> int:
 def _write(records: "list[Record]", out: pathlib.Path, plot: str, *, as_json: bool) -> None:
     """Keeps the records, draws the picture, and prints."""
     from paceline.records import RecordStore
-    from paceline.reports.figures import save_figure
-    from paceline.reports.plots import draw
+    from paceline.reports.plots.registry import draw
+    from paceline.reports.plots.style import save_figure
 
     store = RecordStore(out / _STORE)
     for record in records:
@@ -134,8 +134,8 @@ def _print(records: "list[Record]", *, as_json: bool) -> None:
 
 def _run_trace(command: TraceCommand) -> int:
     from paceline.records.environment import capture_environment
-    from paceline.traces.analysis import analyse_trace
-    from paceline.traces.trace_records import operator_records, step_records
+    from paceline.traces.records import operator_records, step_records
+    from paceline.traces.steps.analysis import analyse_trace
 
     with byte_progress(command.trace) as advance:
         analysis = analyse_trace(command.trace, advance)

@@ -12,7 +12,7 @@ import tyro
 from paceline.cli.bench import StoreOptions
 from paceline.cli.output import OutputOptions, print_record, stderr_console, stdout_console
 from paceline.core.errors import UsageError
-from paceline.workflows.scales import PresetName
+from paceline.course.suite.scales import PresetName
 
 if TYPE_CHECKING:
     from paceline.records import Record
@@ -112,9 +112,14 @@ def run(command: ReportCommand) -> int:
 
 
 def _print_table(command: TableCommand, records: "list[Record]") -> None:
-    from paceline.reports.predictions import with_predictions
-    from paceline.reports.selection import single_kind
-    from paceline.reports.tables import records_table, render_csv, render_markdown, render_rich
+    from paceline.reports.evidence.fields import single_kind
+    from paceline.reports.tables.table import (
+        records_table,
+        render_csv,
+        render_markdown,
+        render_rich,
+    )
+    from paceline.reports.tables.with_predictions import with_predictions
 
     every = records
     if command.kind is not None:
@@ -138,8 +143,8 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
 
 
 def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
-    from paceline.reports.figures import save_figure
-    from paceline.reports.plots import draw, drawable_plots
+    from paceline.reports.plots.registry import draw, drawable_plots
+    from paceline.reports.plots.style import save_figure
 
     names = command.plot or drawable_plots(records)
     if not names:
@@ -154,9 +159,9 @@ def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
 
 
 def _build(command: BuildCommand) -> None:
+    from paceline.course.suite.build import measure_and_write
+    from paceline.course.suite.presets import battery_cases
     from paceline.scaling import read_sweep
-    from paceline.workflows.presets import battery_cases
-    from paceline.workflows.report_build import measure_and_write
 
     runs = command.runs
     if runs is None and _COURSE_DATA in os.environ:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.scaling import ScalingFit
-    from paceline.scaling.findings import Finding
+    from paceline.scaling.checks.findings import Finding
 
 _Runs = Annotated[pathlib.Path, tyro.conf.Positional]
 
@@ -142,9 +142,9 @@ def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
 
 
 def _fit(command: FitCommand) -> None:
-    from paceline.scaling.decide import decide
-    from paceline.scaling.diagnose import diagnose
-    from paceline.scaling.scaling_records import decision_records
+    from paceline.scaling.allocation.decide import decide
+    from paceline.scaling.checks.diagnose import diagnose
+    from paceline.scaling.records import decision_records
 
     found = _read_and_fit(command.runs, command.fit)
     try:
@@ -167,8 +167,8 @@ def _fit(command: FitCommand) -> None:
         for record in decision_records(decisions, findings):
             print_record(record)
     else:
-        from paceline.reports.scaling_tables import methods_table, run_text, waste_table
-        from paceline.reports.tables import render_rich
+        from paceline.reports.tables.scaling import methods_table, run_text, waste_table
+        from paceline.reports.tables.table import render_rich
 
         console = stdout_console()
         console.print(render_rich(methods_table(found, decisions, command.level)))
@@ -181,8 +181,8 @@ def _fit(command: FitCommand) -> None:
 
 
 def _draw(found: "ScalingFit", directory: pathlib.Path) -> None:
-    from paceline.reports.figures import save_figure
-    from paceline.reports.scaling_plots import SCALING_PLOTS
+    from paceline.reports.plots.scaling import SCALING_PLOTS
+    from paceline.reports.plots.style import save_figure
 
     for name, plot in SCALING_PLOTS.items():
         for path in save_figure(plot(found), directory, name):
@@ -190,8 +190,8 @@ def _draw(found: "ScalingFit", directory: pathlib.Path) -> None:
 
 
 def _check(command: CheckCommand) -> None:
-    from paceline.scaling.claims import check_allocation, check_coefficients
-    from paceline.scaling.scaling_records import claim_record
+    from paceline.scaling.checks.claims import check_allocation, check_coefficients
+    from paceline.scaling.records import claim_record
     from paceline.scaling.surface import tokens_for
 
     found = _read_and_fit(command.runs, command.fit)
@@ -225,13 +225,13 @@ def _print_findings(findings: "Sequence[Finding]") -> None:
 
 
 def _design(command: DesignCommand) -> None:
-    from paceline.reports.scaling_tables import runs_table
-    from paceline.reports.tables import render_rich
+    from paceline.reports.tables.scaling import runs_table
+    from paceline.reports.tables.table import render_rich
     from paceline.scaling import read_sweep
-    from paceline.scaling.campaign import learn_from, propose_runs, run_campaign
-    from paceline.scaling.design import after_buying
-    from paceline.scaling.scaling_records import NORMAL_90, design_record, run_record
-    from paceline.scaling.service import HttpOracle
+    from paceline.scaling.experiments.campaign import learn_from, propose_runs, run_campaign
+    from paceline.scaling.experiments.design import after_buying
+    from paceline.scaling.experiments.service import HttpOracle
+    from paceline.scaling.records import NORMAL_90, design_record, run_record
 
     losses: list[float | None]
     if command.service is not None:

@@ -1,5 +1,6 @@
 """Specs, presets and hardware: frozen descriptions that everything else takes as input."""
 
+from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import (
     HardwareError,
     PacelineError,
@@ -7,7 +8,7 @@ from paceline.core.errors import (
     ShapeError,
     UsageError,
 )
-from paceline.core.hardware import Device, Figure, Link, find_device, known_devices
+from paceline.core.hardware import Device, Figure, Link
 from paceline.core.plan import Estimate, ParallelLayout, Plan
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import BatchShape, DType, ModelShape, Precision, precision_preset

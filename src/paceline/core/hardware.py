@@ -57,27 +57,3 @@ class Device:
             known = ", ".join(self.peak_flops)
             raise HardwareError(f"{self.name} has no known peak for {dtype}; known: {known}")
         return self.peak_flops[dtype]
-
-
-def known_devices() -> tuple[Device, ...]:
-    """Returns every device of the table."""
-    # Inside, because the table is made of this module's types.
-    from paceline.core.hardware_table import DEVICES
-
-    return DEVICES
-
-
-def find_device(name: str) -> Device:
-    """Finds a device by its identifier or by the name that its driver reports.
-
-    Args:
-        name: Such as h100-sxm, or NVIDIA H100 80GB HBM3.
-    """
-    for device in known_devices():
-        if name == device.name or name in device.reported_names:
-            return device
-    known = ", ".join(device.name for device in known_devices())
-    raise HardwareError(
-        f"unknown hardware {name!r}: its peak and bandwidth are not in the table and are "
-        f"not guessed; known: {known}"
-    )

@@ -1,14 +1,17 @@
 """Attention: the operation that the model calls, its backends, and the oracle of its tests."""
 
-from paceline.kernels.attention import (
+from paceline.kernels.attention.api import (
     BackendChoice,
     attention,
     explain_backend,
     flash_attention,
     resolve_implementation,
 )
-from paceline.kernels.attention_functions import TiledAttentionFunction, TritonAttentionFunction
-from paceline.kernels.attention_reference import attention_reference
+from paceline.kernels.attention.autograd_functions import (
+    TiledAttentionFunction,
+    TritonAttentionFunction,
+)
+from paceline.kernels.attention.reference import attention_reference
 
 __all__ = [
     "BackendChoice",

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from paceline.core.specs import AttentionImplementation, ModelShape
-from paceline.kernels.attention import attention
+from paceline.kernels.attention.api import attention
 
 
 class RMSNorm(nn.Module):

@@ -1,22 +1,24 @@
 """Ranks and what they do together."""
 
-from paceline.parallel.agreement import DisagreementError
-from paceline.parallel.backward_run import SynchronizationStats
-from paceline.parallel.bucketed import BucketedDataParallel
 from paceline.parallel.buckets import GradientError
-from paceline.parallel.data_parallel import DataParallel, UnusedParameter
-from paceline.parallel.flat import FlatDataParallel
-from paceline.parallel.fully_sharded import FullyShardedDataParallel
-from paceline.parallel.launch import RankError, RankPool, run_ranks
-from paceline.parallel.naive import NaiveDataParallel
-from paceline.parallel.optimizer_state import OptimizerStateError, merge_shards
-from paceline.parallel.overlap_watch import OverlapWarning
-from paceline.parallel.overlapped import OverlappedDataParallel
-from paceline.parallel.placement import Placement, is_launched
-from paceline.parallel.process_group import CollectiveError, Session, distributed_session
-from paceline.parallel.sharded_data_parallel import ShardedDataParallel
-from paceline.parallel.sharded_optimizer import ShardedOptimizer
-from paceline.parallel.synchronization import SynchronizationError
+from paceline.parallel.ddp.containers import (
+    BucketedDataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
+from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.ranks.launch import RankError, RankPool, run_ranks
+from paceline.parallel.ranks.placement import Placement, is_launched
+from paceline.parallel.ranks.session import CollectiveError, Session, distributed_session
+from paceline.parallel.reducer.backward_pass import SynchronizationStats
+from paceline.parallel.reducer.base import DataParallel, UnusedParameter
+from paceline.parallel.reducer.overlap_warnings import OverlapWarning
+from paceline.parallel.reducer.same_model import DisagreementError
+from paceline.parallel.reducer.synchronizer import SynchronizationError
+from paceline.parallel.zero.container import ShardedDataParallel
+from paceline.parallel.zero.optimizer import ShardedOptimizer
+from paceline.parallel.zero.optimizer_state import OptimizerStateError, merge_shards
 
 __all__ = [
     "BucketedDataParallel",

@@ -3,7 +3,7 @@
 The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
 on every run and after every restart. Parameters are taken in reverse order, because backward
 reaches the last layers first. A bucket holds one dtype on one device; how sizes grow up to the cap
-and shrink again is `paceline.accounting.bucket_division`'s.
+and shrink again is `paceline.accounting.communication.buckets`'s.
 
 A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
 has a gradient for it. Summed over the ranks with everything else, they tell without a further
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.accounting.bucket_division import aligned, divide_into_buckets
+from paceline.accounting.communication.buckets import aligned, divide_into_buckets
 from paceline.core.errors import PacelineError
 
 

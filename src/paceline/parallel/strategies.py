@@ -21,14 +21,17 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
-from paceline.parallel.bucketed import BucketedDataParallel
-from paceline.parallel.data_parallel import DataParallel, persistent_buffers
-from paceline.parallel.flat import FlatDataParallel
-from paceline.parallel.fully_sharded import FullyShardedDataParallel
-from paceline.parallel.naive import NaiveDataParallel
-from paceline.parallel.overlapped import OverlappedDataParallel
-from paceline.parallel.sharded_data_parallel import ShardedDataParallel
-from paceline.parallel.sharded_optimizer import ShardedOptimizer
+from paceline.parallel.ddp.containers import (
+    BucketedDataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
+from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.module_checks import persistent_buffers
+from paceline.parallel.zero.container import ShardedDataParallel
+from paceline.parallel.zero.optimizer import ShardedOptimizer
 
 # torch 2.13 renames the option and warns of the old name, which is the only one before it.
 _SYNC_BUFFERS = (

@@ -8,8 +8,8 @@ import contextlib
 import os
 from collections.abc import Mapping
 
+from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError, UsageError
-from paceline.core.hardware import find_device
 from paceline.records.kinds import (
     LINK_DELAY,
     LINK_FIELDS,

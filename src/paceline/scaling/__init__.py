@@ -4,16 +4,16 @@
 with them, `decide` answers for a budget, `propose_runs` says what to run next.
 """
 
-from paceline.scaling.campaign import propose_runs
-from paceline.scaling.decide import Decision, decide
-from paceline.scaling.diagnose import diagnose
-from paceline.scaling.findings import Finding
-from paceline.scaling.fitting import ScalingFit, fit
-from paceline.scaling.prediction import Prediction, predict
-from paceline.scaling.readers import read_sweep
-from paceline.scaling.runs import Sweep
+from paceline.scaling.allocation.decide import Decision, decide
+from paceline.scaling.checks.diagnose import diagnose
+from paceline.scaling.checks.findings import Finding
+from paceline.scaling.experiments.campaign import propose_runs
+from paceline.scaling.fits.all_methods import ScalingFit, fit
+from paceline.scaling.fits.prediction import Prediction, predict
+from paceline.scaling.runs.readers import read_sweep
+from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import LossSurface
-from paceline.scaling.synthetic import SweepDesign, synthetic_sweep
+from paceline.scaling.validation.synthetic import SweepDesign, synthetic_sweep
 
 __all__ = [
     "Decision",

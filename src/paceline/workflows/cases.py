@@ -6,6 +6,8 @@ from typing import Literal
 
 from paceline.records import CaseValue, Environment, Record
 
+SEPARATOR = "; "
+"""Between the names of the deliverables that an attempt to measure is for."""
 _TOO_LARGE = ("skipped", "out_of_memory")
 """Outcomes that another attempt on the same machine would only repeat."""
 

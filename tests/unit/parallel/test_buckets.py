@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.accounting.bucket_division import EDGE_BYTES
+from paceline.accounting.communication.buckets import EDGE_BYTES
 from paceline.parallel.buckets import (
     Bucket,
     TensorSpec,

@@ -1,0 +1,1 @@
+"""Attention's FLOPs, bytes and occupancy."""

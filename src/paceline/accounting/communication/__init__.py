@@ -1,0 +1,1 @@
+"""Buckets, the cost of collectives, and how much of it backward hides."""

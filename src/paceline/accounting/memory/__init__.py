@@ -1,0 +1,1 @@
+"""Memory of a training step: model states, activations, gradients, to the byte."""

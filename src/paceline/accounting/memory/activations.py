@@ -1,0 +1,223 @@
+"""What a training step keeps for backward, and the most that it holds beside the model's states.
+
+For `paceline.models.TransformerLM`, eager, on a CPU. Both numbers are counted operation by
+operation: `paceline.accounting.memory.forward_pass` says what each operation keeps and what its
+derivative makes, `paceline.accounting.memory.autograd_tape` adds up. In float32 the operations keep
+the following numbers per token, where d is `d_model`, a the width of all query heads, k that of all
+key heads, h the number of query heads, s the tokens of a sequence, f `d_ff`, v the vocabulary:
+
+    a norm              its input, the root of the mean square, the input without it, and its
+                        output for the matrices that follow            3d + 1
+    attention, fused    queries, keys, values, the logarithm of each row's sum, the output, and
+                        the output with heads joined, which is a copy  3a + 2k + h
+    attention, naive    queries, keys and values, repeated for every query head, probabilities,
+                        the output with heads joined                   4a + hs
+                        and, per block, a mask of s² bytes
+    feed-forward        gate, up, the gate's activation, the product   4f
+    final norm, head    3d + 1 and, for the loss, log-probabilities    3d + 1 + v
+
+With one head or sequences of one token, joining heads copies nothing, and fused attention keeps a
+less. With full activation checkpointing a block keeps its input alone, d, until backward reaches
+it. The loss keeps one number more, its sum of weights.
+
+Under autocast to 16 bits, the stream, the norms' three numbers, the logarithms, the probabilities
+and what the loss keeps stay in float32; all else takes half. A norm's output is copied for every
+matrix that reads it: thrice before attention, twice before feed-forward. Naive attention keeps its
+probabilities in 16 bits as well. Weights that were cast are kept too; they are a category of their
+own, since they do not grow with tokens.
+
+In a model whose weights are in 16 bits, a norm converts its input and its weights to float32 and
+keeps the copies, the latter among the copies of weights; its output exists once.
+
+The peak is the most over all operations of forward and backward: often at the loss, where the
+gradients of log-probabilities and logits are there, or in the last block's feed-forward layer. It
+is exact as far as torch's operations go. What kernels take for themselves while they run is not
+counted: torch's fused attention and, for matrices in 16 bits, oneDNN have scratch memory, whose
+size depends on the processor.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from paceline.accounting.memory.autograd_tape import Tape
+from paceline.accounting.memory.forward_pass import ForwardPass
+from paceline.core.errors import UsageError
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+    require_buildable,
+)
+
+Checkpointing = Literal["none", "full"]
+
+_FLOAT32 = Precision()
+_COMPUTED = ("float32", "tfloat32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedForBackward:
+    """Bytes that autograd keeps when forward is over, without weights, tables and tokens."""
+
+    activations: int
+    """What grows with the tokens."""
+    weight_copies: int
+    """Weights in another format than the model has them."""
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.activations + self.weight_copies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientMessage:
+    """Gradients that are sent to their owners together."""
+
+    num_tensors: int
+    num_bytes: int
+    arriving_bytes: int
+    """What other ranks send of theirs at the same time."""
+
+
+def saved_for_backward(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing = "none",
+    *,
+    precision: Precision = _FLOAT32,
+    attention: AttentionImplementation = "sdpa",
+) -> SavedForBackward:
+    """Returns what autograd keeps when forward is over, copies of weights apart."""
+    return _count(shape, batch, activation_checkpointing, precision, attention)[0]
+
+
+def saved_for_backward_bytes(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing = "none",
+    *,
+    precision: Precision = _FLOAT32,
+    attention: AttentionImplementation = "sdpa",
+) -> int:
+    """Returns all that autograd keeps when forward is over, without weights and tokens.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        activation_checkpointing: full if each block's activations are recomputed in backward.
+        precision: Formats of weights, gradients, state and arithmetic.
+        attention: sdpa if attention is fused, naive if it stores its scores.
+    """
+    return saved_for_backward(
+        shape, batch, activation_checkpointing, precision=precision, attention=attention
+    ).total
+
+
+def peak_activation_bytes(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing = "none",
+    *,
+    precision: Precision = _FLOAT32,
+    attention: AttentionImplementation = "sdpa",
+    keeps_gradients: bool = False,
+) -> int:
+    """Returns the most that activations, and gradients while they are made, take.
+
+    Where weights' gradients lie afterwards is not part of this, unless `keeps_gradients` says that
+    they stay where they were made.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        activation_checkpointing: full if each block's activations are recomputed in backward.
+        precision: Formats of weights, gradients, state and arithmetic.
+        attention: sdpa if attention is fused, naive if it stores its scores.
+        keeps_gradients: Whether gradients stay where they were made.
+    """
+    peaks = activation_peaks(
+        shape,
+        batch,
+        activation_checkpointing,
+        precision=precision,
+        attention=attention,
+        keeps_gradients=keeps_gradients,
+    )
+    return max(peaks)
+
+
+def activation_peaks(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing,
+    *,
+    precision: Precision,
+    attention: AttentionImplementation,
+    keeps_gradients: bool = False,
+    messages: tuple[GradientMessage, ...] = (),
+) -> tuple[int, int]:
+    """Returns the peaks until backward has come to the blocks, and from then on.
+
+    With `messages`, which hold all gradients in the order of backward, each gradient moves into
+    its message, which is there from its first gradient to its last.
+    """
+    _saved, peaks = _count(
+        shape, batch, activation_checkpointing, precision, attention, keeps_gradients, messages
+    )
+    return peaks
+
+
+@functools.lru_cache(maxsize=1024)
+def _count(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing,
+    precision: Precision,
+    attention: AttentionImplementation,
+    keeps_gradients: bool = False,
+    messages: tuple[GradientMessage, ...] = (),
+) -> tuple[SavedForBackward, tuple[int, int]]:
+    """Returns what is kept when forward is over, and the peaks of forward and backward."""
+    require_buildable(shape)
+    _require_countable(precision)
+    tape = Tape(keeps_gradients=keeps_gradients)
+    forward = ForwardPass(
+        tape, shape, batch, precision, attention, activation_checkpointing == "full"
+    )
+    backward = forward.parameters()[::-1]
+    for message in messages:
+        tape.send(backward[: message.num_tensors], message.num_bytes, message.arriving_bytes)
+        backward = backward[message.num_tensors :]
+    loss = forward.loss()
+    saved = SavedForBackward(
+        activations=tape.kept_bytes("activation"), weight_copies=tape.kept_bytes("weight_copy")
+    )
+    first_gradient = tape.allocate(loss.buffer.num_bytes)
+    # Whoever calls backward holds the loss and its gradient until the end.
+    tape.play_back(loss, tape.hold(first_gradient))
+    return saved, (tape.peak_before_mark_bytes, tape.peak_bytes)
+
+
+def _require_countable(precision: Precision) -> None:
+    """Refuses formats in which the model would run other operations than those counted."""
+    uncounted = {precision.parameters, precision.compute} - set(_COMPUTED)
+    if uncounted:
+        raise UsageError(
+            f"activations in {min(uncounted)} are not accounted for; use one of "
+            f"{', '.join(_COMPUTED)}"
+        )
+    is_uniform = precision.parameters == precision.compute
+    if precision.autocast:
+        if precision.parameters != "float32":
+            raise UsageError(
+                f"autocast over {precision.parameters} parameters is not accounted for; "
+                "use float32 parameters, or no autocast"
+            )
+    elif not is_uniform and precision.compute != "tfloat32":
+        raise UsageError(
+            f"parameters in {precision.parameters} are multiplied in {precision.compute} only "
+            "under autocast; set Precision.autocast, or give both the same format"
+        )

@@ -1,0 +1,134 @@
+"""The memory of a training step under a strategy, explained, and how many devices it takes."""
+
+import dataclasses
+
+from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.memory.activations import Checkpointing, saved_for_backward
+from paceline.accounting.memory.step import MemoryParts, step_memory
+from paceline.core.hardware import Device
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+)
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, SHARDED_STATE, StrategyName
+from paceline.core.units import format_binary_bytes, format_gigabytes, to_gigabytes
+
+_MOST_RANKS = 2**14
+"""Beyond this the search gives up: what does not fit on so many ranks is not divided by them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A training step whose memory is asked for."""
+
+    shape: ModelShape
+    batch: BatchShape
+    strategy: StrategyName
+    checkpointing: Checkpointing = "none"
+    attention: AttentionImplementation = "sdpa"
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
+    """In MiB, for strategies that have buckets."""
+
+    def instants(self, world_size: int) -> dict[str, MemoryParts]:
+        """Returns what the fullest rank holds at each instant of the step."""
+        return step_memory(
+            self.shape,
+            self.batch,
+            self.precision,
+            self.strategy,
+            world_size,
+            activation_checkpointing=self.checkpointing,
+            attention=self.attention,
+            bucket_size_mb=self.bucket_size_mb,
+        )
+
+    def peak_bytes(self, world_size: int) -> int:
+        """Returns the most that the fullest rank holds in the step."""
+        return max(parts.total for parts in self.instants(world_size).values())
+
+    def fewest_ranks(self, memory_bytes: float) -> int | None:
+        """Returns the smallest number of ranks on which it fits; None where none is enough."""
+        if self.peak_bytes(1) <= memory_bytes:
+            return 1
+        if self.strategy not in SHARDED_STATE:
+            return None
+        too_few, enough = 1, 2
+        while self.peak_bytes(enough) > memory_bytes:
+            too_few, enough = enough, 2 * enough
+            if enough > _MOST_RANKS:
+                return None
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            fits = self.peak_bytes(middle) <= memory_bytes
+            too_few, enough = (too_few, middle) if fits else (middle, enough)
+        return enough
+
+
+def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
+    """Explains what the fullest rank holds at each instant of a step."""
+    steps = []
+    values: dict[str, float] = {}
+    for instant, parts in plan.instants(world_size).items():
+        held = dataclasses.asdict(parts)
+        values |= {f"{instant}_{name}_bytes": size for name, size in held.items()}
+        values[f"{instant}_bytes"] = parts.total
+        steps.append(
+            Step(
+                formula=f"{instant.replace('_', ' ')} = "
+                + " + ".join(name.replace("_", " ") for name in held),
+                numbers=" + ".join(format_binary_bytes(size) for size in held.values()),
+                result=format_binary_bytes(parts.total),
+            )
+        )
+    saved = saved_for_backward(
+        plan.shape,
+        plan.batch,
+        plan.checkpointing,
+        precision=plan.precision,
+        attention=plan.attention,
+    )
+    values["saved_activation_bytes"] = saved.activations
+    values["saved_weight_copy_bytes"] = saved.weight_copies
+    steps.append(
+        Step(
+            formula="kept for backward = activations + copies of weights",
+            numbers=" + ".join(map(format_binary_bytes, dataclasses.astuple(saved))),
+            result=format_binary_bytes(saved.total),
+        )
+    )
+    if device is not None:
+        capacity = device.memory_bytes.value
+        needed = plan.fewest_ranks(capacity)
+        steps.append(
+            Step(
+                formula="ranks = the fewest whose peak fits",
+                numbers=f"{device.description}, {format_gigabytes(to_gigabytes(capacity))}",
+                result="no number of ranks is enough" if needed is None else str(needed),
+            )
+        )
+        if needed is not None:
+            values["fewest_ranks"] = needed
+    return Explanation(
+        question=f"Memory of a step under {plan.strategy}, the fullest of {world_size} ranks",
+        assumptions=(
+            f"{plan.batch.num_sequences} sequences of {plan.batch.context_length} tokens per rank",
+            f"{_describe(plan.precision)}, AdamW, eager, communication that keeps up",
+            f"attention {plan.attention}, "
+            + (
+                "which stores all scores" if plan.attention == "naive" else "which stores no scores"
+            ),
+            f"activation checkpointing: {plan.checkpointing}",
+            "neither the allocator's gaps nor what kernels and a driver keep for themselves",
+        ),
+        steps=tuple(steps),
+        values=values,
+    )
+
+
+def _describe(precision: Precision) -> str:
+    if precision.autocast:
+        return f"{precision.parameters} weights, autocast to {precision.compute}"
+    return precision.parameters

@@ -1,0 +1,358 @@
+"""The operations of a training step's forward pass, with what each keeps and its derivative makes.
+
+The operations are those that torch runs eagerly on a CPU for `paceline.models.TransformerLM` and
+its loss. Where a format is below float32, norms, rotations, softmax and loss are still computed in
+float32, and every change of format is an operation that makes a copy.
+"""
+
+import dataclasses
+
+from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
+from paceline.accounting.parameters import block_parameters
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Precision,
+    bytes_per_element,
+)
+
+_FLOAT32_BYTES = 4
+# torch keeps a number of Python's as one of float64.
+_SCALAR_BYTES = 8
+# What torch.get_rng_state returns on a CPU.
+_GENERATOR_STATE_BYTES = 5056
+
+
+@dataclasses.dataclass
+class ForwardPass:
+    """Writes a forward pass onto a tape.
+
+    Args:
+        tape: What to write on.
+        shape: The model.
+        batch: What goes through it.
+        precision: Formats of weights and of what is multiplied.
+        attention: How attention is computed.
+        recomputes_blocks: Whether blocks keep their inputs only.
+    """
+
+    tape: Tape
+    shape: ModelShape
+    batch: BatchShape
+    precision: Precision
+    attention: AttentionImplementation
+    recomputes_blocks: bool
+
+    def __post_init__(self) -> None:
+        self._tokens = self.batch.tokens_per_pass
+        self._stream = bytes_per_element(self.precision.parameters)
+        self._multiplied = bytes_per_element(self.precision.compute)
+        self._runs_again = False
+        self._copies: dict[int, Value] = {}
+        """What autocast has made of weights, for as long as it lasts; by the parameter."""
+        width = self.shape.d_model
+        sizes = {
+            name: rows * columns for name, (rows, columns) in block_parameters(self.shape).items()
+        }
+        self._blocks = [
+            {name: self._parameter(size) for name, size in sizes.items()}
+            for _ in range(self.shape.num_layers)
+        ]
+        self._embedding = self._parameter(self.shape.vocab_size * width)
+        self._final_norm = self._parameter(width)
+        self._head = self._embedding
+        if not self.shape.tied_embeddings:
+            self._head = self._parameter(self.shape.vocab_size * width)
+
+    def parameters(self) -> list[Value]:
+        """Returns the model's parameters in its order."""
+        blocks = [weight for block in self._blocks for weight in block.values()]
+        head = [] if self.shape.tied_embeddings else [self._head]
+        return [self._embedding, *blocks, self._final_norm, *head]
+
+    def loss(self) -> Value:
+        """Writes everything down to the loss, which the caller holds; blocks end at a mark."""
+        x = self._embed()
+        for block in self._blocks:
+
+            def run(stream: Value, again: bool, block: dict[str, Value] = block) -> Value:
+                self._runs_again = again
+                output = self._block(stream, block)
+                self._runs_again = False
+                return output
+
+            if self.recomputes_blocks:
+                # A number of Python's is no tensor to a checkpoint, and stays kept.
+                number = _SCALAR_BYTES * (self.attention == "naive")
+                following = self.tape.checkpoint(run, x, _GENERATOR_STATE_BYTES + number)
+            else:
+                following = run(x, False)
+            self.tape.drop(x)
+            x = following
+        self.tape.set_mark()
+        normed = self._norm(x, self._final_norm)
+        logits = self._linear(normed, self._head, self.shape.vocab_size)
+        self.tape.drop(normed, x)
+        loss = self._cross_entropy(logits)
+        self.tape.drop(logits)
+        self._end_autocast()
+        return loss
+
+    def _parameter(self, num_elements: int) -> Value:
+        # Nothing is allocated: weights are there in any case. Only their gradients are counted.
+        return Value(Buffer(num_elements * self._stream), is_parameter=True)
+
+    def _end_autocast(self) -> None:
+        self.tape.drop(*self._copies.values())
+        self._copies.clear()
+
+    def _embed(self) -> Value:
+        return self.tape.operate(
+            [self._embedding],
+            self._tokens * self.shape.d_model * self._stream,
+            gradient_bytes=[self._embedding.buffer.num_bytes],
+        )
+
+    def _block(self, x: Value, block: dict[str, Value]) -> Value:
+        tape = self.tape
+        normed = self._norm(x, block["attention_norm"])
+        mixed = self._attention(normed, block)
+        tape.drop(normed)
+        middle = self._add(x, mixed)
+        tape.drop(mixed)
+        normed = self._norm(middle, block["feed_forward_norm"])
+        mixed = self._feed_forward(normed, block)
+        tape.drop(normed)
+        if self._runs_again:
+            self._end_autocast()
+        output = self._add(middle, mixed, is_needed=not self._runs_again)
+        tape.drop(mixed, middle)
+        return output
+
+    def _add(self, stream: Value, mixed: Value, *, is_needed: bool = True) -> Value:
+        same = self._stream == self._multiplied
+        num_elements = self._tokens * self.shape.d_model
+        return self.tape.operate(
+            [stream, mixed],
+            num_elements * self._stream * is_needed,
+            gradient_bytes=[None, None if same else num_elements * self._multiplied],
+        )
+
+    def _norm(self, x: Value, weight: Value) -> Value:
+        """Divides by the root of the mean square, in float32."""
+        tape, width = self.tape, self.shape.d_model
+        rows = self._tokens * _FLOAT32_BYTES
+        full = rows * width
+        exact = self._cast(x, self._tokens * width, self._stream, _FLOAT32_BYTES)
+        scale = self._cast(weight, width, self._stream, _FLOAT32_BYTES, is_weight=True)
+        squares = tape.operate(
+            [exact], full, keeps=[exact], gradient_bytes=[full], working_bytes=2 * full
+        )
+        mean = tape.operate([squares], rows, gradient_bytes=[full])
+        tape.drop(squares)
+        root = tape.operate(
+            [mean], rows, keeps_output=True, gradient_bytes=[rows], working_bytes=rows
+        )
+        tape.drop(mean)
+        unit = tape.operate(
+            [exact, root],
+            full,
+            keeps=[exact, root],
+            gradient_bytes=[full, rows],
+            working_bytes=full,
+        )
+        tape.drop(root)
+        scaled = tape.operate(
+            [unit, scale],
+            full,
+            keeps=[unit, *self._if_copied(scale)],
+            gradient_bytes=[full, width * _FLOAT32_BYTES],
+            working_bytes=full,
+        )
+        tape.drop(unit, exact, *self._if_copied(scale))
+        normed = self._cast(scaled, self._tokens * width, _FLOAT32_BYTES, self._stream)
+        tape.drop(scaled)
+        return normed
+
+    def _cast(
+        self, value: Value, num_elements: int, old: int, new: int, *, is_weight: bool = False
+    ) -> Value:
+        """Changes the format; the caller holds the result even where that is the same tensor."""
+        if old == new:
+            if not value.is_parameter:
+                self.tape.hold(value.buffer)
+            return value
+        return self.tape.operate(
+            [value],
+            num_elements * new,
+            gradient_bytes=[num_elements * old],
+            kind="weight_copy" if is_weight else "activation",
+        )
+
+    def _if_copied(self, weight: Value) -> list[Value]:
+        return [] if weight.is_parameter else [weight]
+
+    def _linear(
+        self, x: Value, weight: Value, num_columns: int, *, is_needed: bool = True
+    ) -> Value:
+        """Multiplies with a matrix; autocast copies the input each time, a weight only once."""
+        tape = self.tape
+        num_weights = weight.buffer.num_bytes // self._stream
+        operand = weight
+        if self._stream != self._multiplied:
+            if id(weight) not in self._copies:
+                self._copies[id(weight)] = self._cast(
+                    weight, num_weights, self._stream, self._multiplied, is_weight=True
+                )
+            operand = self._copies[id(weight)]
+        num_inputs = self._tokens * (num_weights // num_columns)
+        copy = self._cast(x, num_inputs, x.buffer.num_bytes // num_inputs, self._multiplied)
+        product = tape.operate(
+            [copy, operand],
+            self._tokens * num_columns * self._multiplied * is_needed,
+            keeps=[copy, *self._if_copied(operand)],
+            gradient_bytes=[num_inputs * self._multiplied, num_weights * self._multiplied],
+            gives_views=True,
+        )
+        tape.drop(copy)
+        return product
+
+    def _attention(self, x: Value, block: dict[str, Value]) -> Value:
+        tape, shape = self.tape, self.shape
+        query = self._rotated(x, block["query"], shape.attention_width)
+        key = self._rotated(x, block["key"], shape.key_value_width)
+        value = self._linear(x, block["value"], shape.key_value_width)
+        if self.attention == "naive":
+            mixed = self._scored(query, key, value)
+        else:
+            mixed = self._fused(query, key, value)
+        tape.drop(query, key, value)
+        joined = self._joined(mixed)
+        output = self._linear(joined, block["output"], shape.d_model)
+        tape.drop(joined, mixed)
+        return output
+
+    def _rotated(self, x: Value, weight: Value, width: int) -> Value:
+        """Projects, then turns pairs of channels in float32; keeps tables only."""
+        tape, num_elements = self.tape, self._tokens * width
+        full = num_elements * _FLOAT32_BYTES
+        projected = self._linear(x, weight, width)
+        exact = self._cast(projected, num_elements, self._multiplied, _FLOAT32_BYTES)
+        # Four products of half the width, or two sums of them and the whole.
+        tape.release(tape.allocate(full))
+        rotated = tape.operate([exact], full, gradient_bytes=[full], working_bytes=full)
+        tape.drop(exact)
+        result = self._cast(rotated, num_elements, _FLOAT32_BYTES, self._multiplied)
+        tape.drop(rotated, projected)
+        return result
+
+    def _fused(self, query: Value, key: Value, value: Value) -> Value:
+        """Attention that keeps one number per query in place of scores."""
+        sums = Value(self.tape.allocate(self._tokens * self.shape.num_heads * _FLOAT32_BYTES))
+        mixed = self.tape.operate(
+            [query, key, value],
+            query.buffer.num_bytes,
+            keeps=[query, key, value, sums],
+            keeps_output=True,
+            gradient_bytes=[part.buffer.num_bytes for part in (query, key, value)],
+        )
+        self.tape.drop(sums)
+        return mixed
+
+    def _joined(self, mixed: Value) -> Value:
+        """Lays the heads of a token side by side."""
+        # They lie head by head. With one head, or one token per sequence, that is the same order.
+        in_place = self.shape.num_heads == 1 or self.batch.context_length == 1
+        return self.tape.operate(
+            [mixed], None if in_place else mixed.buffer.num_bytes, gradient_bytes=[None]
+        )
+
+    def _scored(self, query: Value, key: Value, value: Value) -> Value:
+        """Attention that keeps its probabilities, and per layer a mask of a byte per score."""
+        tape, length = self.tape, self.batch.context_length
+        num_scores = self._tokens * self.shape.num_heads * length
+        low, full = num_scores * self._multiplied, num_scores * _FLOAT32_BYTES
+        key, value = self._repeated(key), self._repeated(value)
+        widths = query.buffer.num_bytes
+        products = tape.operate(
+            [query, key], low, keeps=[query, key], gradient_bytes=[widths, widths]
+        )
+        factor = Value(tape.allocate(_SCALAR_BYTES, "unseen"))
+        # The first run of a block has kept the number already.
+        numbers = [] if self._runs_again else [factor]
+        scores = tape.operate([products], low, keeps=numbers, gradient_bytes=[low])
+        tape.drop(products, factor)
+        mask = Value(tape.allocate(length**2))
+        hidden = tape.operate([scores], low, keeps=[mask], gradient_bytes=[low])
+        tape.drop(scores, mask)
+        exact = self._cast(hidden, num_scores, self._multiplied, _FLOAT32_BYTES)
+        softmax = tape.operate([exact], full, keeps_output=True, gradient_bytes=[full])
+        tape.drop(exact)
+        probabilities = self._cast(softmax, num_scores, _FLOAT32_BYTES, self._multiplied)
+        # The values lie token by token, and are multiplied head by head.
+        ordered = self._reordered(value)
+        mixed = tape.operate(
+            [probabilities, ordered],
+            widths,
+            keeps=[probabilities, ordered],
+            gradient_bytes=[low, widths],
+        )
+        tape.drop(ordered, probabilities, softmax, hidden, key, value)
+        return mixed
+
+    def _repeated(self, value: Value) -> Value:
+        """Copies each key-value head once for every query head that it serves."""
+        group = self.shape.num_heads // self.shape.key_value_heads
+        if group == 1:
+            self.tape.hold(value.buffer)
+            return value
+        return self.tape.operate(
+            [value],
+            value.buffer.num_bytes * group,
+            gradient_bytes=[value.buffer.num_bytes],
+        )
+
+    def _reordered(self, value: Value) -> Value:
+        grouped = self.shape.num_heads != self.shape.key_value_heads
+        # Copies of heads are in order; so is a single head, a single token, or a single sequence.
+        in_place = (
+            grouped
+            or self.shape.num_heads == 1
+            or self.batch.context_length == 1
+            or self.batch.num_sequences == 1
+        )
+        return self.tape.operate(
+            [value], None if in_place else value.buffer.num_bytes, gradient_bytes=[None]
+        )
+
+    def _feed_forward(self, x: Value, block: dict[str, Value]) -> Value:
+        tape = self.tape
+        gate = self._linear(x, block["gate"], self.shape.d_ff)
+        size = gate.buffer.num_bytes
+        active = tape.operate([gate], size, keeps=[gate], gradient_bytes=[size])
+        tape.drop(gate)
+        up = self._linear(x, block["up"], self.shape.d_ff)
+        product = tape.operate([active, up], size, keeps=[active, up], gradient_bytes=[size, size])
+        tape.drop(active, up)
+        # When a block runs again, it stops once this operation has what it keeps.
+        down = self._linear(
+            product, block["down"], self.shape.d_model, is_needed=not self._runs_again
+        )
+        tape.drop(product)
+        return down
+
+    def _cross_entropy(self, logits: Value) -> Value:
+        tape, num_logits = self.tape, self._tokens * self.shape.vocab_size
+        full = num_logits * _FLOAT32_BYTES
+        exact = self._cast(logits, num_logits, self._multiplied, _FLOAT32_BYTES)
+        log_probabilities = tape.operate([exact], full, keeps_output=True, gradient_bytes=[full])
+        weights = Value(tape.allocate(_FLOAT32_BYTES))
+        loss = tape.operate(
+            [log_probabilities],
+            _FLOAT32_BYTES,
+            keeps=[log_probabilities, weights],
+            gradient_bytes=[full],
+        )
+        tape.drop(weights, log_probabilities, exact)
+        return loss

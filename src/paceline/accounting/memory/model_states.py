@@ -1,0 +1,222 @@
+"""What a device holds of a model while it trains: parameters, gradients, optimizer state.
+
+With AdamW in the formats of a `Precision`, P parameters in T tensors, on n ranks:
+
+    parameters        4P in float32; P/n of them where a strategy divides parameters (ZeRO 3)
+    gradients         4P; P/n from ZeRO 2 on. Our containers' buckets hold 4 bytes per tensor more,
+                      which tell whether a rank has a gradient for it
+    optimizer state   two moments, 8P, and 4 bytes per tensor for its count of steps; the moments
+                      of P/n parameters from ZeRO 1 on (Rajbhandari et al. 2020)
+
+That is the rule; the numbers here are those of the tensors that ranks really hold, to the byte:
+
+    buckets           every tensor begins at a multiple of 16 bytes
+    shares            of a flat unit of tensors: all of them where only the optimizer divides them,
+                      a bucket's where gradients are divided, a layer's where parameters are. A
+                      unit is filled up to n equal shares. Whole units and gradients of shares
+                      have the filling; moments, and parameters of shares, have not
+    torch_zero        whole parameters, the largest first to the rank that has least
+    torch_fsdp2       rows of every parameter, equally many to each rank but for the last ones;
+                      parameters and gradients are filled up to as many, moments are not
+
+Ranks differ by what their shares hold; the rank that holds most is what is told.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.accounting.communication.buckets import aligned, deal_out, divide_into_buckets
+from paceline.accounting.memory.shards import cut_unit
+from paceline.accounting.parameters import block_parameters
+from paceline.core.specs import ModelShape, Precision, bytes_per_element
+from paceline.core.strategies import (
+    DEFAULT_BUCKET_SIZE_MB,
+    SHARDED_GRADIENTS,
+    SHARDED_PARAMETERS,
+    SHARDED_STATE,
+    StrategyName,
+)
+from paceline.core.units import MIB
+
+_COUNTER_BYTES = 4
+_OWN_BUCKETS: tuple[StrategyName, ...] = (
+    "naive",
+    "flat",
+    "overlapped",
+    "bucketed",
+    "sharded_optimizer",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes that outlive a step: `parameters`, `gradients`, `optimizer_state`; arrays by ranks."""
+
+    parameters: Any
+    gradients: Any
+    optimizer_state: Any
+
+
+def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
+    """Returns rows and columns of every parameter of `TransformerLM`, in its order."""
+    block = [*block_parameters(shape).values()]
+    embedding = (shape.vocab_size, shape.d_model)
+    head = [] if shape.tied_embeddings else [embedding]
+    return [embedding, *block * shape.num_layers, (shape.d_model, 1), *head]
+
+
+def parameter_sizes(shape: ModelShape) -> list[int]:
+    """Returns the elements of every parameter of `TransformerLM` of this `shape`, in its order."""
+    return [num_rows * num_columns for num_rows, num_columns in parameter_shapes(shape)]
+
+
+def model_state_bytes(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: Any,
+    *,
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
+) -> ModelStates:
+    """Returns what one device keeps of the model; on the rank that keeps most.
+
+    Of a model of this `shape` and `precision`, under a `strategy`. `world_size` may be an array of
+    integers. `bucket_size_mb`, in MiB, makes a difference only where gradients are divided, and
+    there only to what fills them up.
+    """
+    if np.ndim(world_size):
+        many = [
+            model_state_bytes(shape, precision, strategy, int(size), bucket_size_mb=bucket_size_mb)
+            for size in world_size
+        ]
+        return ModelStates(
+            **{
+                field.name: np.array([getattr(states, field.name) for states in many])
+                for field in dataclasses.fields(ModelStates)
+            }
+        )
+    of_ranks = rank_state_bytes(
+        shape, precision, strategy, int(world_size), bucket_size_mb=bucket_size_mb
+    )
+    fullest = int(np.argmax(of_ranks.parameters + of_ranks.gradients + of_ranks.optimizer_state))
+    return ModelStates(
+        parameters=int(of_ranks.parameters[fullest]),
+        gradients=int(of_ranks.gradients[fullest]),
+        optimizer_state=int(of_ranks.optimizer_state[fullest]),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def rank_state_bytes(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: int,
+    *,
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
+) -> ModelStates:
+    """Returns what every rank keeps of the model, as arrays by rank."""
+    sizes = parameter_sizes(shape)
+    elements = _elements_held(shape, precision, strategy, world_size, bucket_size_mb)
+    moments = elements.num_moments * 2 * bytes_per_element(precision.optimizer_state)
+    flags = len(sizes) if strategy in _OWN_BUCKETS and world_size > 1 else 0
+    return ModelStates(
+        parameters=elements.num_parameters * bytes_per_element(precision.parameters),
+        gradients=(elements.num_gradients + flags) * bytes_per_element(precision.gradients),
+        optimizer_state=moments + _COUNTER_BYTES * elements.num_counters,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """Numbers that every rank holds, by rank."""
+
+    num_parameters: Any
+    num_gradients: Any
+    num_moments: Any
+    num_counters: Any
+
+
+def _elements_held(
+    shape: ModelShape,
+    precision: Precision,
+    strategy: StrategyName,
+    world_size: int,
+    bucket_size_mb: float,
+) -> _Elements:
+    sizes = parameter_sizes(shape)
+    everywhere = np.ones(world_size, dtype=np.int64)
+    whole = sum(sizes) * everywhere
+    gradients, counters = whole, len(sizes) * everywhere
+    if strategy in _OWN_BUCKETS and world_size > 1:
+        element_bytes = bytes_per_element(precision.gradients)
+        gradients = sum(aligned(size, element_bytes) for size in sizes) * everywhere
+    if strategy == "torch_fsdp2":
+        return _rows(shape, world_size)
+    if strategy in ("torch_zero", "torch_zero_view"):
+        loads = [0] * world_size
+        owners = deal_out(sizes, loads)
+        return _Elements(
+            num_parameters=whole,
+            num_gradients=whole,
+            num_moments=np.array(loads),
+            num_counters=np.bincount(owners, minlength=world_size),
+        )
+    if strategy not in SHARDED_STATE:
+        return _Elements(
+            num_parameters=whole, num_gradients=gradients, num_moments=whole, num_counters=counters
+        )
+    element_bytes = bytes_per_element(precision.parameters)
+    units = [
+        cut_unit(unit, world_size, element_bytes)
+        for unit in state_units(shape, strategy, element_bytes, bucket_size_mb)
+    ]
+    owned = sum(unit.num_owned for unit in units)
+    shares = sum(unit.share for unit in units) * everywhere
+    divides_parameters = strategy in SHARDED_PARAMETERS
+    return _Elements(
+        num_parameters=owned if divides_parameters else world_size * shares,
+        num_gradients=shares if strategy in SHARDED_GRADIENTS else gradients,
+        num_moments=owned,
+        # A rank of a fully sharded model has every parameter, if only with no elements.
+        num_counters=counters if divides_parameters else sum(unit.num_pieces for unit in units),
+    )
+
+
+def state_units(
+    shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
+) -> list[Sequence[int]]:
+    """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
+    sizes = parameter_sizes(shape)
+    if strategy in SHARDED_PARAMETERS:
+        length = len(block_parameters(shape))
+        last = 1 + shape.num_layers * length
+        blocks = [sizes[at : at + length] for at in range(1, last, length)]
+        return [[sizes[0]], *(block[::-1] for block in blocks), *([size] for size in sizes[last:])]
+    backward = sizes[::-1]
+    if strategy == "sharded_optimizer":
+        return [backward]
+    num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
+    return divide_into_buckets(backward, num_bytes, bucket_size_mb * MIB)
+
+
+def _rows(shape: ModelShape, world_size: int) -> _Elements:
+    """Divides every parameter by rows, as torch's fully_shard does."""
+    ranks = np.arange(world_size)
+    held = owned = np.zeros(world_size, dtype=np.int64)
+    shapes = parameter_shapes(shape)
+    for num_rows, num_columns in shapes:
+        chunk = -(-num_rows // world_size)
+        own = np.clip(num_rows - chunk * ranks, 0, chunk)
+        held = held + chunk * num_columns
+        owned = owned + own * num_columns
+    return _Elements(
+        num_parameters=held,
+        num_gradients=held,
+        num_moments=owned,
+        num_counters=np.full(world_size, len(shapes)),
+    )

@@ -1,0 +1,1 @@
+"""Attention measured alone: time and memory by sequence length."""

@@ -1,0 +1,78 @@
+"""What to measure of attention on its own: implementations by length, width and format.
+
+Torch-free, because the command line needs these types to parse its flags.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from paceline.benchmarks.harness.config import DeviceName, PrecisionName, RunLimits, require_counts
+from paceline.core.errors import UsageError
+from paceline.core.specs import AttentionKind, BatchShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """One attention operation to measure, of a single head."""
+
+    implementation: AttentionKind
+    batch: BatchShape
+    head_dim: int
+    dtype: PrecisionName
+    causal: bool
+    compiled: bool
+    device: DeviceName
+    warmup: int
+    steps: int
+    time_limit_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSweep:
+    """Time attention forward and backward."""
+
+    implementation: tuple[AttentionKind, ...] = ("naive",)
+    """Which implementations to measure, in turn."""
+    head_dim: tuple[int, ...] = (16, 32, 64, 128)
+    """Widths of the one head."""
+    context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Sequence lengths."""
+    batch: int = 8
+    """Sequences."""
+    dtype: tuple[PrecisionName, ...] = ("float32",)
+    """Formats of queries, keys and values."""
+    causal: bool = False
+    """Mask later positions."""
+    compile: bool = False
+    """Compile the operation with torch.compile."""
+    warmup: int = 5
+    """Forward and backward passes to run before measuring."""
+    steps: int = 100
+    """Forward and backward passes to measure; on CUDA, about as many."""
+    device: DeviceName = "auto"
+    """Where to run."""
+    limits: RunLimits = dataclasses.field(default_factory=lambda: RunLimits(time_limit_s=30.0))
+
+    def __post_init__(self) -> None:
+        require_counts(warmup=(self.warmup,), steps=self.steps)
+        if min(self.head_dim, default=1) < 1:
+            raise UsageError("--head-dim must be at least 1")
+
+    def cases(self) -> Iterator[AttentionCase]:
+        """Yields every combination; what is compared, the implementations, next to each other."""
+        for dtype, head_dim, context, implementation in itertools.product(
+            self.dtype, self.head_dim, self.context, self.implementation
+        ):
+            yield AttentionCase(
+                implementation=implementation,
+                batch=BatchShape(num_sequences=self.batch, context_length=context),
+                head_dim=head_dim,
+                dtype=dtype,
+                causal=self.causal,
+                compiled=self.compile,
+                device=self.device,
+                warmup=self.warmup,
+                steps=self.steps,
+                time_limit_s=self.limits.time_limit_s,
+            )

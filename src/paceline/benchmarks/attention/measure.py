@@ -1,0 +1,50 @@
+"""Attention on its own: time and rate of both passes, and what is kept between them."""
+
+import torch
+
+from paceline.accounting.attention.cost import attention_flops
+from paceline.benchmarks.attention.config import AttentionCase
+from paceline.benchmarks.attention.run import AttentionRun
+from paceline.benchmarks.attention.timer import time_passes, timer_for
+from paceline.benchmarks.harness.devices import Place, resolve_device
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.memory import resident_peak_bytes
+from paceline.records.schema import CaseValue, Metric
+
+
+def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:
+    """Says why a case cannot be measured on a device, or None where it can."""
+    if case.implementation == "triton" and device.type != "cuda":
+        return f"the Triton kernels need a CUDA device, this is {device.type!r}"
+    return None
+
+
+def measure_attention(case: AttentionCase, on_progress: Progress) -> dict[str, Metric]:
+    """Measures one case in this process and returns its metrics."""
+    run = AttentionRun(case, resolve_device(case.device))
+    metrics = {"saved_for_backward_bytes": Metric(value=run.saved_bytes())}
+    samples = time_passes(run, case, on_progress)
+    metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
+    flops = attention_flops(case.batch, case.head_dim, causal=case.causal)
+    metrics["flops_per_s"] = Metric(value=flops.total / metrics["both_time_s"].value)
+    metrics["peak_bytes"] = Metric(value=run.peak_bytes())
+    metrics["resident_peak_bytes"] = Metric(value=resident_peak_bytes())
+    return metrics
+
+
+def attention_case_fields(case: AttentionCase, place: Place) -> dict[str, CaseValue]:
+    """Returns the case of the record."""
+    return {
+        "implementation": case.implementation,
+        "batch": case.batch.num_sequences,
+        "context": case.batch.context_length,
+        "head_dim": case.head_dim,
+        "causal": case.causal,
+        "dtype": case.dtype,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "compile": "whole" if case.compiled else "none",
+        **place.as_case(),
+        "warmup": case.warmup,
+        "steps": case.steps,
+        "timer": timer_for(place.device),
+    }

@@ -1,0 +1,1 @@
+"""What this machine reaches: the measurements behind a Calibration."""

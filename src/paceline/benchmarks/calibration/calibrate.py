@@ -1,0 +1,198 @@
+"""From the parts of a training step to records of what this machine reaches on them.
+
+Phases: all ranks time their computing together, one part after the other, in rounds, so that what
+slows the machine for a while slows all parts; then collectives by size, and their fit; then what
+computing and communicating cost each other. A rank alone has only the first.
+"""
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.calibration.compute import Probe, make_probes
+from paceline.benchmarks.calibration.config import (
+    CALIBRATED_OPERATIONS,
+    CalibrationSweep,
+    ComputeShapes,
+)
+from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
+from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
+from paceline.benchmarks.collectives.sweep import fit_records
+from paceline.benchmarks.harness.devices import current_environment
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.core.collectives import Operation
+from paceline.core.units import KIB, MIB
+from paceline.kernels import resolve_implementation
+from paceline.parallel.ranks.collectives import mean_over_ranks, reduce_numbers
+from paceline.records import CaseValue, Metric, Record
+
+# Shares of the time limit.
+_COMPUTE_SHARE = 0.5
+_COLLECTIVES_SHARE = 0.25
+_CONTENTION_SHARE = 0.25
+_LEAST_ROUNDS = 5
+_SAMPLE_S = 0.02
+_MOST_REPETITIONS = 10
+
+_SIZES = tuple(4 * KIB * 4**power for power in range(8))
+_CONTENTION_SIZE = 4 * MIB
+_FEWEST_SIZES = 3
+_PASSES = 3
+_REPETITIONS = 40
+_GRACE_S = 120.0
+
+Samples = dict[str, dict[str, list[float]]]
+
+
+def calibration_records(sweep: CalibrationSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures all parts on a group of ranks; yields records on rank 0 only."""
+    groups = sweep_ranks(
+        sweep.world_size,
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        run_timeout_s=sweep.timeout_s + sweep.time_limit_s + _GRACE_S,
+    )
+    for ranks in groups:
+        for record in _records_of(sweep, ranks, on_progress):
+            if ranks.is_first:
+                yield record
+
+
+def _records_of(
+    sweep: CalibrationSweep, ranks: MeasuringRanks, on_progress: Progress
+) -> Iterator[Record]:
+    num_stages = 1 + 2 * len(CALIBRATED_OPERATIONS) * (ranks.world_size > 1)
+    shapes = sweep.compute_shapes()
+    samples: Samples = ranks.run(measure_computing, shapes, _COMPUTE_SHARE * sweep.time_limit_s)
+    place: dict[str, CaseValue] = {**ranks.place, "dtype": "float32"}
+    yield from _compute_records(shapes, samples, place)
+    on_progress(1, num_stages)
+    if ranks.world_size == 1:
+        return
+    per_operation_s = sweep.time_limit_s / len(CALIBRATED_OPERATIONS)
+    for index, operation in enumerate(CALIBRATED_OPERATIONS):
+        by_size: dict[int, list[float]] = ranks.run(
+            measure_sizes, operation, _COLLECTIVES_SHARE * per_operation_s
+        )
+        for fit in fit_records(operation, by_size, place):
+            case = {"quantity": "collective", **fit.case}
+            yield msgspec.structs.replace(fit, kind="calibration", case=case)
+        on_progress(2 + 2 * index, num_stages)
+        nearest = min(by_size, key=lambda size: abs(size - _CONTENTION_SIZE))
+        times: ContentionTimes = ranks.run(
+            measure_contention,
+            operation,
+            CollectiveTimes(size_bytes=nearest, samples=by_size[nearest]),
+            _CONTENTION_SHARE * per_operation_s,
+        )
+        yield _record(
+            "contention",
+            {**place, "operation": operation, "size_bytes": times.size_bytes},
+            {"lost_s_per_byte": times.lost_s_per_byte, "slowdown": times.slowdown},
+        )
+        on_progress(3 + 2 * index, num_stages)
+
+
+def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s: float) -> Samples:
+    """Times every part in rounds until the time is over; all ranks call it together."""
+    probes = make_probes(shapes, device)
+    samples: Samples = {probe.name: {} for probe in probes}
+    for probe in probes:
+        probe.run(1)
+    repetitions = [_agree_on_repetitions(probe, device) for probe in probes]
+    began = time.perf_counter()
+    num_rounds = 0
+    elapsed_s = 0.0
+    while num_rounds < _LEAST_ROUNDS or elapsed_s < time_limit_s:
+        order = random.Random(num_rounds).sample(range(len(probes)), len(probes))
+        dist.barrier()
+        for index in order:
+            for name, seconds in probes[index].run(repetitions[index]).items():
+                samples[probes[index].name].setdefault(name, []).append(seconds)
+        num_rounds += 1
+        # The same on all ranks, so that all stop after the same round.
+        (elapsed_s,) = reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, device)
+    return {
+        name: {lap: mean_over_ranks(values, device) for lap, values in laps.items()}
+        for name, laps in samples.items()
+    }
+
+
+def _agree_on_repetitions(probe: Probe, device: torch.device) -> int:
+    """Returns how often to run a probe per sample, so that a sample is no blink of an eye."""
+    began = time.perf_counter()
+    probe.run(1)
+    (seconds,) = reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, device)
+    return max(1, min(_MOST_REPETITIONS, round(_SAMPLE_S / seconds)))
+
+
+def measure_sizes(
+    device: torch.device, operation: Operation, time_limit_s: float
+) -> dict[int, list[float]]:
+    """Times an operation by size, up to the first that takes too long; all ranks call it.
+
+    Sizes are gone through several times: gloo's calls are now and then slow for a while.
+    """
+    samples: dict[int, list[float]] = {}
+    sizes = list(_SIZES)
+    per_size_s = time_limit_s / len(sizes) / _PASSES
+    for _ in range(_PASSES):
+        for size in sizes:
+            case = CommunicationCase(
+                operation=operation,
+                size_bytes=size,
+                warmup=1,
+                steps=_REPETITIONS,
+                # What small sizes leave over, the largest may use.
+                time_limit_s=2 * per_size_s,
+            )
+            times = measure_collective(case, device)
+            samples.setdefault(times.size_bytes, []).extend(times.samples)
+            # A line needs more than two points.
+            if min(times.samples) > per_size_s and len(samples) >= _FEWEST_SIZES:
+                sizes = sizes[: sizes.index(size) + 1]
+                break
+    return samples
+
+
+def _compute_records(
+    shapes: ComputeShapes, samples: Samples, place: dict[str, CaseValue]
+) -> Iterator[Record]:
+    parts: list[tuple[str, dict[str, Any]]] = [
+        *(("linear", dataclasses.asdict(linear)) for linear in shapes.linears),
+        *(
+            ("attention", _attention_fields(dataclasses.asdict(attention), place))
+            for attention in shapes.attentions
+        ),
+        *((name, {}) for name in ("stream", "copy", "call", "optimizer")),
+    ]
+    precision = torch.get_float32_matmul_precision()
+    for (quantity, fields), laps in zip(parts, samples.values(), strict=True):
+        case = {**place, **fields, "float32_matmul_precision": precision}
+        yield _record(quantity, case, laps)
+
+
+def _attention_fields(shape: dict[str, Any], place: dict[str, CaseValue]) -> dict[str, Any]:
+    return {
+        "batch": shape.pop("num_sequences"),
+        **shape,
+        "attention": resolve_implementation("auto", str(place["device"])),
+    }
+
+
+def _record(quantity: str, case: dict[str, CaseValue], samples: dict[str, list[float]]) -> Record:
+    return Record(
+        kind="calibration",
+        case={"quantity": quantity, **case},
+        environment=current_environment(),
+        metrics={name: Metric.from_samples(values) for name, values in samples.items()},
+        outcome="ok",
+    )

@@ -1,0 +1,110 @@
+"""What to calibrate: as the command line gives it, and what that comes down to.
+
+Torch-free, because the command line needs these types to parse its flags.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from paceline.benchmarks.harness.config import DeviceName, ShapeOverrides
+from paceline.benchmarks.strategies.config import require_ranks
+from paceline.core.collectives import Operation
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, ModelShape, require_buildable, require_context
+
+CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
+    "all_reduce",
+    "reduce_to_owners",
+    "gather_from_owners",
+)
+"""What the strategies that can be predicted send."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """A linear layer on a batch."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Causal attention of a batch."""
+
+    num_sequences: int
+    context: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeShapes:
+    """What is timed of computing, each shape once."""
+
+    linears: tuple[LinearShape, ...]
+    attentions: tuple[AttentionShape, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationSweep:
+    """Measure what this machine reaches on the parts of a training step."""
+
+    model: tuple[str, ...] = ("bytes-34M",)
+    """Presets whose own matrices and attention are timed."""
+    batch: tuple[int, ...] = (4,)
+    """Sequences per rank and step."""
+    context: int = 128
+    """Context length, in tokens."""
+    world_size: int | None = None
+    """Ranks to start, by default 2, which all compute at the same time, as in training; under
+    torchrun, Slurm or the lab the ranks are there already, and this must be left out."""
+    device: DeviceName = "auto"
+    """cuda measures NCCL between GPUs, cpu gloo."""
+    time_limit_s: float = 45.0
+    """Seconds for all of it, about half for computing and half for communication; starting ranks
+    and slow links come on top."""
+    timeout_s: float = 120.0
+    """Seconds after which a collective that makes no progress is an error."""
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+
+    def __post_init__(self) -> None:
+        require_ranks(self.world_size, time_limit_s=self.time_limit_s, timeout_s=self.timeout_s)
+        if not self.model or not self.batch:
+            raise UsageError("calibrate needs at least one --model and one --batch")
+
+    def batches(self) -> Iterator[tuple[ModelShape, BatchShape]]:
+        """Yields every model with every batch."""
+        for name, num_sequences in itertools.product(self.model, self.batch):
+            _, shape = self.shape.apply(name)
+            require_buildable(shape)
+            require_context(name, shape, self.context)
+            yield shape, BatchShape(num_sequences=num_sequences, context_length=self.context)
+
+    def compute_shapes(self) -> ComputeShapes:
+        """Returns the shapes to time, each once."""
+        # Inside, because parsing flags must not load NumPy.
+        from paceline.accounting.step_work import step_pieces
+
+        linears: dict[LinearShape, None] = {}
+        attentions: dict[AttentionShape, None] = {}
+        for shape, batch in self.batches():
+            for piece in step_pieces(shape):
+                for linear in piece.linears:
+                    key = LinearShape(
+                        tokens=batch.tokens_per_pass, inputs=linear.inputs, outputs=linear.outputs
+                    )
+                    linears[key] = None
+            attentions[
+                AttentionShape(
+                    num_sequences=batch.num_sequences,
+                    context=batch.context_length,
+                    num_heads=shape.num_heads,
+                    num_kv_heads=shape.key_value_heads,
+                    head_dim=shape.head_width,
+                )
+            ] = None
+        return ComputeShapes(linears=tuple(linears), attentions=tuple(attentions))

@@ -1,0 +1,139 @@
+"""What computing and communicating cost each other when they go on at the same time.
+
+Phases, on every rank: products alone; messages alone, one after the other; then messages again,
+with products in between looking whether one has arrived, until all have. What computing lost is the
+time of that third phase that its products would not have taken alone; how much slower messages
+were is its length over the second's.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.collectives.measure import CollectiveTimes
+from paceline.core.collectives import Operation
+from paceline.core.units import MIB
+from paceline.parallel.ranks.collectives import mean_over_ranks
+from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering, start_reduction
+from paceline.parallel.reducer.module_checks import resolve_group
+
+_MESSAGE_BYTES = 4 * MIB
+_MOST_MESSAGES = 300
+# Few and long: after a pause, ranks may share a core for a tenth of a second before the scheduler
+# parts them.
+_REPETITIONS = 4
+# A product takes a quarter of a millisecond of a core: an arrival is noticed when one is over, and
+# what it is noticed late by is taken for a slowdown.
+_PRODUCT_WIDTH = 256
+_PRODUCTS_ALONE = 400
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContentionTimes:
+    """What all ranks agree on about one operation."""
+
+    size_bytes: int
+    lost_s_per_byte: list[float]
+    """Seconds that computing loses to each byte that is sent meanwhile, repeatedly."""
+    slowdown: list[float]
+    """How much longer messages take while computing goes on, repeatedly."""
+
+
+class _Together:
+    """Products and messages of one rank."""
+
+    def __init__(self, operation: Operation, device: torch.device) -> None:
+        self._device = device
+        self._group = resolve_group(None)
+        world_size = dist.get_world_size()
+        num_elements = _MESSAGE_BYTES // 4 // world_size * world_size
+        self.message = torch.zeros(num_elements, device=device)
+        borders = range(0, num_elements + 1, num_elements // world_size)
+        starts: dict[Operation, Callable[[], Pending]] = {
+            "all_reduce": self._start_all_reduce,
+            "reduce_to_owners": lambda: start_reduction(self.message, self._group),
+            "gather_from_owners": lambda: start_gathering(self.message, borders, self._group),
+        }
+        self._start = starts[operation]
+        self._factors = torch.randn(2, _PRODUCT_WIDTH, _PRODUCT_WIDTH, device=device)
+
+    def _start_all_reduce(self) -> Pending:
+        work = dist.all_reduce(self.message, group=self._group, async_op=True)
+        return Pending("all-reduce", self.message.nbytes, [work])
+
+    def _multiply(self) -> None:
+        torch.mm(self._factors[0], self._factors[1])
+        self._wait_for_products()
+
+    def _wait_for_products(self) -> None:
+        """Waits for this program's stream alone: the device would also wait for messages."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def products_alone_s(self) -> float:
+        """Returns the seconds of one product."""
+        began = time.perf_counter()
+        for _ in range(_PRODUCTS_ALONE):
+            self._multiply()
+        return (time.perf_counter() - began) / _PRODUCTS_ALONE
+
+    def messages_alone_s(self, num_messages: int) -> float:
+        """Returns the seconds of messages, one after the other."""
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(num_messages):
+            self._start().wait()
+            # A wait on a GPU only makes its stream wait.
+            self._wait_for_products()
+        return time.perf_counter() - began
+
+    def together_s(self, num_messages: int) -> tuple[float, int]:
+        """Returns the seconds of as many messages with products meanwhile, and their number."""
+        dist.barrier()
+        num_products = 0
+        began = time.perf_counter()
+        for _ in range(num_messages):
+            pending = self._start()
+            while not pending.is_completed():
+                self._multiply()
+                num_products += 1
+            pending.wait()
+            self._wait_for_products()
+        return time.perf_counter() - began, num_products
+
+
+def measure_contention(
+    device: torch.device, operation: Operation, alone: CollectiveTimes, time_limit_s: float
+) -> ContentionTimes:
+    """Measures one operation; all ranks call it together.
+
+    Args:
+        device: This rank's.
+        operation: What to send.
+        alone: What a message of about that size takes, by which their number is chosen.
+        time_limit_s: Seconds for all phases together.
+    """
+    together = _Together(operation, device)
+    expected_s = sorted(alone.samples)[len(alone.samples) // 2]
+    expected_s *= together.message.nbytes / alone.size_bytes
+    num_messages = int(time_limit_s / _REPETITIONS / 2 / expected_s)
+    num_messages = max(1, min(num_messages, _MOST_MESSAGES))
+    sent = num_messages * together.message.nbytes
+    together.products_alone_s()
+    together.together_s(1)
+    lost, slower = [], []
+    for _ in range(_REPETITIONS):
+        before_s = together.products_alone_s()
+        alone_s = together.messages_alone_s(num_messages)
+        both_s, num_products = together.together_s(num_messages)
+        product_s = (before_s + together.products_alone_s()) / 2
+        lost.append(max(0.0, both_s - num_products * product_s) / sent)
+        slower.append(both_s / alone_s)
+    return ContentionTimes(
+        size_bytes=together.message.nbytes,
+        lost_s_per_byte=mean_over_ranks(lost, device),
+        slowdown=mean_over_ranks(slower, device),
+    )

@@ -1,0 +1,1 @@
+"""Collectives measured alone: all-reduce, all-gather and the others by size."""

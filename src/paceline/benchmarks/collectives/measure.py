@@ -1,0 +1,177 @@
+"""Collectives, timed on every rank.
+
+Phases of one case: allocate; run once and check every element of the result; warm up, which
+also tells how many repetitions the time limit allows; repeat; exchange the times once, and take
+the slowest rank's for each repetition. Repetitions of collectives that make all ranks wait for
+each other follow directly on one another, as in nccl-tests; before a broadcast or a reduce,
+whose root may run ahead, the ranks meet in a barrier that is not timed.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.core.collectives import Operation
+from paceline.core.errors import PacelineError
+from paceline.parallel.ranks.collectives import (
+    all_gather_single,
+    reduce_numbers,
+    reduce_scatter_single,
+)
+from paceline.parallel.ranks.device_clock import synchronize
+from paceline.parallel.ranks.reduce_scatter import start_gathering, start_reduction
+from paceline.parallel.ranks.session import collective_error
+from paceline.parallel.reducer.module_checks import resolve_group
+
+_ELEMENT_BYTES = 4
+_ROOT = 0
+_ROOTED: tuple[Operation, ...] = ("broadcast", "reduce")
+_MINIMUM_REPETITIONS = 3
+
+
+class Collective:
+    """One operation on buffers of its own.
+
+    Sizes are counted as nccl-tests does: the whole result of an all-gather, the whole input of
+    a reduce-scatter, one rank's buffer otherwise.
+    """
+
+    def __init__(self, operation: Operation, size_bytes: int, device: torch.device) -> None:
+        self.operation = operation
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._group = resolve_group(None)
+        # A whole number of elements for each rank, so that no operation has a remainder.
+        self.num_elements = (
+            max(1, size_bytes // _ELEMENT_BYTES // self.world_size) * self.world_size
+        )
+        self.size_bytes = self.num_elements * _ELEMENT_BYTES
+        self._chunk = self.num_elements // self.world_size
+        in_chunks = operation in ("all_gather", "gather_from_owners")
+        out_chunks = operation in ("reduce_scatter", "reduce_to_owners")
+        self.input = torch.empty(
+            self._chunk if in_chunks else self.num_elements, device=device, dtype=torch.float32
+        )
+        in_place = operation in ("all_reduce", "broadcast", "reduce")
+        self.output = (
+            self.input
+            if in_place
+            else torch.empty(self._chunk if out_chunks else self.num_elements, device=device)
+        )
+        if operation == "gather_from_owners":  # Works in place.
+            self.input = self.output[self.rank * self._chunk :][: self._chunk]
+        calls: dict[Operation, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(self.input),
+            "all_gather": lambda: all_gather_single(self.output, self.input),
+            "reduce_scatter": lambda: reduce_scatter_single(self.output, self.input),
+            "broadcast": lambda: dist.broadcast(self.input, _ROOT),
+            "reduce": lambda: dist.reduce(self.input, _ROOT),
+            "all_to_all": lambda: dist.all_to_all_single(self.output, self.input),
+            "reduce_to_owners": self._reduce_to_owners,
+            "gather_from_owners": self._gather_from_owners,
+        }
+        self._call = calls[operation]
+
+    def run(self) -> None:
+        """Runs the operation; an error names rank, operation and size."""
+        try:
+            self._call()
+        except RuntimeError as error:
+            raise collective_error(self.operation, self.size_bytes, error) from error
+
+    def _reduce_to_owners(self) -> None:
+        reduction = start_reduction(self.input, self._group)
+        reduction.wait()
+        reduction.add_to(self.output, overwrite=True)
+
+    def _gather_from_owners(self) -> None:
+        borders = range(0, self.num_elements + 1, self._chunk)
+        start_gathering(self.output, borders, self._group).wait()
+
+    def check(self) -> None:
+        """Runs the operation on known values and looks at every element."""
+        # Every rank sends every chunk a value of its own, so that a chunk that went astray shows.
+        self.input.copy_(self._chunk_numbers(self.input) * (self.rank + 1))
+        self.run()
+        expected = self._expected()
+        if expected is not None and not bool((self.output == expected).all()):
+            raise PacelineError(
+                f"rank {self.rank}: {self.operation} of {self.size_bytes} bytes gave a wrong result"
+            )
+
+    def reset(self) -> None:
+        """Zeroes the input, so that repeated sums stay finite."""
+        self.input.zero_()
+
+    def _expected(self) -> Tensor | float | None:
+        total = float(self.world_size * (self.world_size + 1) // 2)
+        numbers = self._chunk_numbers(self.output)
+        if self.operation == "all_reduce":
+            return numbers * total
+        if self.operation == "reduce":
+            # What the other ranks find in their buffer is left open.
+            return numbers * total if self.rank == _ROOT else None
+        if self.operation == "broadcast":
+            return numbers * (_ROOT + 1)
+        if self.operation in ("reduce_scatter", "reduce_to_owners"):
+            return total * (self.rank + 1)
+        if self.operation == "all_to_all":
+            return numbers * (self.rank + 1)
+        return numbers
+
+    def _chunk_numbers(self, tensor: Tensor) -> Tensor:
+        """Returns, for each element, the number of its chunk, counted from one."""
+        num_chunks = tensor.numel() // self._chunk
+        numbers = torch.arange(1.0, num_chunks + 1, device=tensor.device)
+        return numbers.repeat_interleave(self._chunk)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveTimes:
+    """What all ranks agree on about one case."""
+
+    size_bytes: int
+    """What was really moved: the size that was asked for, in whole elements for each rank."""
+    samples: list[float]
+    """The slowest rank's seconds of each repetition."""
+
+
+def measure_collective(case: CommunicationCase, device: torch.device) -> CollectiveTimes:
+    """Measures one case; an error anywhere in it names rank, operation and size."""
+    try:
+        return _measure(Collective(case.operation, case.size_bytes, device), case, device)
+    except RuntimeError as error:
+        raise collective_error(case.operation, case.size_bytes, error) from error
+
+
+def _measure(
+    collective: Collective, case: CommunicationCase, device: torch.device
+) -> CollectiveTimes:
+    collective.check()
+    collective.reset()
+    warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
+    repetitions = _agree_on_repetitions(warmup[-1], case, device)
+    samples = [time_call(collective, device) for _ in range(repetitions)]
+    slowest = reduce_numbers(samples, dist.ReduceOp.MAX, device)
+    return CollectiveTimes(size_bytes=collective.size_bytes, samples=slowest)
+
+
+def time_call(collective: Collective, device: torch.device) -> float:
+    """Returns the seconds of one call on this rank."""
+    if collective.operation in _ROOTED:
+        dist.barrier()
+    synchronize(device)
+    started = time.perf_counter()
+    collective.run()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def _agree_on_repetitions(seconds: float, case: CommunicationCase, device: torch.device) -> int:
+    (slowest,) = reduce_numbers([seconds], dist.ReduceOp.MAX, device)
+    affordable = int(case.time_limit_s / max(slowest, 1e-9))
+    return max(min(_MINIMUM_REPETITIONS, case.steps), min(case.steps, affordable))

@@ -1,0 +1,135 @@
+"""From collectives to records, on ranks that are there already or are started for it."""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+
+from paceline.accounting.communication.alpha_beta_fit import find_warnings, fit_collective
+from paceline.accounting.communication.collectives import bus_factor
+from paceline.benchmarks.collectives.config import CommunicationCase, CommunicationSweep
+from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
+from paceline.benchmarks.harness.devices import current_environment
+from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, measuring_ranks
+from paceline.core.collectives import Operation
+from paceline.core.errors import PacelineError
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.links import line_bytes_per_s
+
+_DEFAULT_WORLD_SIZES = (2, 4)
+
+# What a run may take beyond measuring: starting ranks, allocating, checking.
+_GRACE_S = 60.0
+
+Samples: TypeAlias = dict[Operation, dict[int, list[float]]]
+
+
+def communication_records(sweep: CommunicationSweep) -> Iterator[Record]:
+    """Measures every case, then fits latency and bandwidth; yields records on rank 0 only."""
+    groups = measuring_ranks(
+        world_sizes=sweep.world_sizes,
+        default=_DEFAULT_WORLD_SIZES,
+        flag="--world-sizes",
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        # Longer than a collective may take, so that a stuck one is named by the rank that waits.
+        run_timeout_s=sweep.timeout_s + 2 * sweep.time_limit_s + _GRACE_S,
+    )
+    for ranks in groups:
+        for record in _measure_all(sweep, ranks):
+            if ranks.is_first:
+                yield record
+
+
+def _measure_all(sweep: CommunicationSweep, ranks: MeasuringRanks) -> Iterator[Record]:
+    place: dict[str, CaseValue] = {**ranks.place, "dtype": "float32"}
+    samples: Samples = collections.defaultdict(dict)
+    for case in sweep.cases():
+        fields: dict[str, CaseValue] = {
+            "operation": case.operation,
+            "size_bytes": case.size_bytes,
+            **place,
+            "warmup": case.warmup,
+            "steps": case.steps,
+        }
+        try:
+            times: CollectiveTimes = ranks.run(_measure_on_rank, case)
+        except PacelineError as error:
+            if not ranks.survives_failure:
+                raise
+            yield _record("comm", fields, {}, reason=failure_reason(error))
+            continue
+        samples[case.operation][times.size_bytes] = times.samples
+        yield _record("comm", fields, _metrics(case, times, ranks.world_size))
+    for operation, by_size in samples.items():
+        if len(by_size) > 1:
+            yield from fit_records(operation, by_size, place)
+
+
+def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
+    time_s = Metric.from_samples(times.samples)
+    algorithm = times.size_bytes / time_s.value
+    return {
+        "time_s": time_s,
+        "algorithm_bandwidth_bytes_per_s": Metric(value=algorithm),
+        "bus_bandwidth_bytes_per_s": Metric(
+            value=algorithm * float(bus_factor(case.operation, world_size))
+        ),
+    }
+
+
+def fit_records(
+    operation: Operation, samples: dict[int, list[float]], place: dict[str, CaseValue]
+) -> Iterator[Record]:
+    """Yields latency and bandwidth of an operation, for each run of sizes that has its own."""
+    fit = fit_collective(samples)
+    largest = max(samples)
+    world_size = int(str(place["world_size"]))
+    fastest = largest / Metric.from_samples(samples[largest]).value
+    warnings = find_warnings(
+        fit,
+        bus_bytes_per_s=fastest * float(bus_factor(operation, world_size)),
+        line_bytes_per_s=line_bytes_per_s(place),
+    )
+    for segment in fit.segments:
+        metrics = {
+            "latency_s": Metric.from_estimate(segment.latency_s),
+            "max_relative_error": Metric(value=fit.max_relative_error),
+        }
+        if segment.bytes_per_s is not None:
+            metrics["algorithm_bandwidth_bytes_per_s"] = Metric.from_estimate(segment.bytes_per_s)
+        yield _record(
+            "collective_fit",
+            {
+                "operation": operation,
+                "smallest_bytes": segment.smallest_bytes,
+                "largest_bytes": segment.largest_bytes,
+                **place,
+            },
+            metrics,
+            warnings=[f"{warning.name}: {warning.message}" for warning in warnings],
+        )
+
+
+def _measure_on_rank(device: torch.device, case: CommunicationCase) -> CollectiveTimes:
+    return measure_collective(case, device)
+
+
+def _record(
+    kind: str,
+    case: dict[str, CaseValue],
+    metrics: dict[str, Metric],
+    *,
+    reason: str | None = None,
+    warnings: Sequence[str] = (),
+) -> Record:
+    return Record(
+        kind=kind,
+        case=case,
+        environment=current_environment(),
+        metrics=metrics,
+        outcome="ok" if reason is None else "failed",
+        reason=reason,
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,1 @@
+"""How anything is measured: timers, memory, devices, isolation, ranks."""

@@ -1,0 +1,75 @@
+"""What to measure: sweeps as the command line gives them, and the cases they expand to.
+
+Torch-free, because the command line needs these types to parse its flags.
+"""
+
+import dataclasses
+from typing import Literal
+
+from paceline.core.errors import UsageError
+from paceline.core.presets import model_preset
+from paceline.core.specs import (
+    ModelShape,
+)
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+PrecisionName = Literal["float32", "bfloat16", "float16"]
+Compilation = Literal["none", "blocks", "whole"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunLimits:
+    """What one case may use."""
+
+    memory_limit_gib: float | None = None
+    """Memory that one case may take, in GiB; by default most of what is free. On CUDA it only
+    decides what is skipped: the device itself says when it is full."""
+    time_limit_s: float = 300.0
+    """Seconds of warm-up and measuring per case; what was sampled by then, at least once, is the
+    result."""
+
+    def __post_init__(self) -> None:
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < 2**30:
+            raise UsageError("--memory-limit-gib must be positive and finite")
+        if not self.time_limit_s > 0:
+            raise UsageError("--time-limit-s must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeOverrides:
+    """Dimensions that replace those of a preset, for a shape that has no name."""
+
+    vocab_size: int | None = None
+    """Vocabulary size."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    d_ff: int | None = None
+    """Width of the feed-forward layer."""
+    num_layers: int | None = None
+    """Number of blocks."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads."""
+    tied_embeddings: bool = False
+    """Let the output layer reuse the embedding."""
+
+    def apply(self, name: str) -> tuple[str, ModelShape]:
+        """Returns the preset as it is, or under the name custom with what was replaced."""
+        replaced = {
+            field: value
+            for field, value in dataclasses.asdict(self).items()
+            if value is not None and value is not False
+        }
+        shape = model_preset(name)
+        if not replaced:
+            return name, shape
+        return "custom", dataclasses.replace(shape, **replaced)
+
+
+def require_counts(*, warmup: tuple[int, ...], steps: int, name: str = "--steps") -> None:
+    """Raises unless there is something to measure."""
+    if min(warmup, default=0) < 0:
+        raise UsageError("--warmup must not be negative")
+    if steps < 1:
+        raise UsageError(f"{name} must be at least 1")

@@ -1,0 +1,87 @@
+"""From cases to records: what cannot run or fit is skipped, the rest runs in isolation."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from paceline.benchmarks.harness.config import DeviceName, RunLimits
+from paceline.benchmarks.harness.devices import (
+    Place,
+    current_environment,
+    describe_place,
+    resolve_device,
+)
+from paceline.benchmarks.harness.isolation import run_isolated
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.memory import usable_memory_bytes
+from paceline.core.units import GIB, format_binary_bytes
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.schema import Outcome
+
+
+class IsolatedCase(Protocol):
+    """What running a case in a process of its own needs to know of it."""
+
+    @property
+    def device(self) -> DeviceName:
+        """Where it runs."""
+
+    @property
+    def time_limit_s(self) -> float:
+        """How long it may measure."""
+
+
+Case = TypeVar("Case", bound=IsolatedCase)
+
+# Starting a process, compiling, and the one step that is over the limit when it is noticed.
+_GRACE_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject(Generic[Case]):
+    """What a sweep needs to know of the kind of case it runs."""
+
+    kind: str
+    measure: Callable[[Case, Progress], Mapping[str, Metric]]
+    case_fields: Callable[[Case, Place], dict[str, CaseValue]]
+    minimum_bytes: Callable[[Case], int]
+    obstacle: Callable[[Case, torch.device], str | None] = lambda _case, _device: None
+    """Why a case cannot run on a device, whatever its size; by default nothing is in the way."""
+
+
+def isolated_record(
+    subject: Subject[Case], case: Case, limits: RunLimits, on_progress: Progress
+) -> Record:
+    """Measures a case, or says why not; a failure is a record, not the end."""
+    device = resolve_device(case.device)
+    usable = usable_memory_bytes(device)
+    if limits.memory_limit_gib is not None:
+        usable = int(limits.memory_limit_gib * GIB)
+    metrics: Mapping[str, Metric] = {}
+    outcome: Outcome = "skipped"
+    reason = subject.obstacle(case, device)
+    needed = subject.minimum_bytes(case)
+    if reason is None and usable is not None and needed > usable:
+        reason = (
+            f"needs at least {format_binary_bytes(needed)}, "
+            f"{format_binary_bytes(usable)} may be used"
+        )
+    if reason is None:
+        run = run_isolated(
+            subject.measure,
+            case,
+            memory_limit_bytes=usable if device.type == "cpu" else None,
+            timeout_s=case.time_limit_s * 2 + _GRACE_S,
+            on_progress=on_progress,
+        )
+        metrics, outcome, reason = run.result or {}, run.outcome, run.reason
+    return Record(
+        kind=subject.kind,
+        case=subject.case_fields(case, describe_place(device)),
+        environment=current_environment(),
+        metrics=dict(metrics),
+        outcome=outcome,
+        reason=reason,
+    )

@@ -1,0 +1,80 @@
+"""Timing: warm-up, a stopwatch that waits for the device, and the sampling loop.
+
+A GPU runs behind the program that feeds it: without waiting for it, a timer measures how
+long asking takes. Warm-up keeps one-time work (allocation, kernel selection, compilation)
+out of the samples.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from paceline.parallel.ranks.device_clock import synchronize
+from paceline.records.schema import Metric
+
+_BOOTSTRAP_DRAWS = 4000
+
+Laps = Mapping[str, float]
+Progress = Callable[[int, int], None]
+
+
+class Stopwatch:
+    """Laps that begin and end only when the device is idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        synchronize(device)
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the watch was made or the last lap was taken."""
+        synchronize(self._device)
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+
+def sample(
+    run: Callable[[], Laps],
+    *,
+    warmup: int,
+    steps: int,
+    time_limit_s: float,
+    on_progress: Progress,
+) -> dict[str, list[float]]:
+    """Runs `warmup` times unmeasured, then up to `steps` times, and gathers the laps.
+
+    Once `time_limit_s` has passed, warm-up ends, and so does measuring after at least one sample.
+    """
+    deadline = time.monotonic() + time_limit_s
+    total = warmup + steps
+    for completed in range(warmup):
+        if completed and time.monotonic() > deadline:
+            break
+        run()
+        on_progress(completed + 1, total)
+    samples: dict[str, list[float]] = {}
+    for completed in range(steps):
+        for name, seconds in run().items():
+            samples.setdefault(name, []).append(seconds)
+        on_progress(warmup + completed + 1, total)
+        if time.monotonic() > deadline:
+            break
+    return samples
+
+
+def ratio_metric(subject: Sequence[float], baseline: Sequence[float]) -> Metric:
+    """Returns the ratio of two medians, with a bootstrap interval over paired rounds.
+
+    The samples of one round were taken one after the other, so they are drawn together:
+    what slowed both is not mistaken for a difference.
+    """
+    pairs = np.array([subject, baseline])
+    num_rounds = pairs.shape[1]
+    chosen = np.random.default_rng(0).integers(num_rounds, size=(_BOOTSTRAP_DRAWS, num_rounds))
+    medians = np.median(pairs[:, chosen], axis=2)
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    ratio = float(np.median(pairs[0]) / np.median(pairs[1]))
+    return Metric(value=ratio, low=min(float(low), ratio), high=max(float(high), ratio))

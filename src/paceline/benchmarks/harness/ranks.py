@@ -1,0 +1,135 @@
+"""Ranks to measure on: those that a launcher has started, or some that are started for it."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.benchmarks.harness.devices import describe_place, resolve_device
+from paceline.core.errors import PacelineError, UsageError
+from paceline.parallel import RankPool, distributed_session, is_launched
+from paceline.records import CaseValue
+from paceline.records.environment import threads_per_rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuringRanks:
+    """A group of ranks, seen from the process that makes records."""
+
+    world_size: int
+    is_first: bool
+    """Whether this process is the one that yields records."""
+    survives_failure: bool
+    """Whether the next run finds ranks in order after one that failed."""
+    place: dict[str, CaseValue]
+    """What a record's case says of the group."""
+    run: Callable[..., Any]
+    """Runs ``function(device, *arguments)`` on every rank and returns the first rank's result.
+
+    Under a launcher every rank has called this; elsewhere functions and arguments are pickled."""
+
+
+def measuring_ranks(
+    *,
+    world_sizes: Sequence[int],
+    default: Sequence[int],
+    flag: str,
+    device: str,
+    timeout_s: float,
+    run_timeout_s: float,
+) -> Iterator[MeasuringRanks]:
+    """Yields the launcher's ranks, or one group after the other of the sizes that are asked for.
+
+    Args:
+        world_sizes: Groups to start; must be empty under a launcher.
+        default: Groups to start where there is no launcher and nothing else is asked for.
+        flag: Where the sizes come from, for messages.
+        device: auto, cpu or cuda.
+        timeout_s: After which a collective that makes no progress is an error.
+        run_timeout_s: After which a run is an error, where the ranks are ours.
+    """
+    if is_launched(os.environ):
+        if world_sizes:
+            raise UsageError(f"{flag}: the launcher has started the ranks; leave it out")
+        with distributed_session(device=device, timeout_s=timeout_s) as session:
+            yield MeasuringRanks(
+                world_size=session.world_size,
+                is_first=session.rank == 0,
+                # A collective that failed on one rank has left the others in an unknown state.
+                survives_failure=False,
+                place={
+                    "world_size": session.world_size,
+                    "num_hosts": session.placement.num_hosts,
+                    "backend": session.backend,
+                    **describe_place(session.device).as_case(),
+                },
+                run=lambda function, *arguments: function(session.device, *arguments),
+            )
+        return
+    chosen = resolve_device(device)
+    for world_size in world_sizes or default:
+        _require_devices(chosen, world_size, flag)
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        with RankPool(
+            world_size, backend=backend, timeout_s=timeout_s, run_timeout_s=run_timeout_s
+        ) as pool:
+
+            def run(function: Callable[..., Any], *arguments: Any, pool: RankPool = pool) -> Any:
+                return pool.run(_on_rank, function, chosen.type, *arguments)[0]
+
+            yield MeasuringRanks(
+                world_size=world_size,
+                is_first=True,
+                survives_failure=True,
+                place={
+                    "world_size": world_size,
+                    "num_hosts": 1,
+                    "backend": backend,
+                    **describe_place(chosen).as_case(),
+                    "threads": threads_per_rank(world_size),
+                },
+                run=run,
+            )
+
+
+def sweep_ranks(
+    world_size: int | None, *, device: str, timeout_s: float, run_timeout_s: float
+) -> Iterator[MeasuringRanks]:
+    """Yields the one group of ranks of a sweep over strategies: two, if nothing else is asked for.
+
+    Args:
+        world_size: Ranks to start; must be None under a launcher.
+        device: As for `measuring_ranks`.
+        timeout_s: As for `measuring_ranks`.
+        run_timeout_s: As for `measuring_ranks`.
+    """
+    return measuring_ranks(
+        world_sizes=() if world_size is None else (world_size,),
+        default=(2,),
+        flag="--world-size",
+        device=device,
+        timeout_s=timeout_s,
+        run_timeout_s=run_timeout_s,
+    )
+
+
+def failure_reason(error: PacelineError) -> str:
+    """Returns what a rank said last, without the traceback before it."""
+    return str(error).strip().rpartition("\n")[2]
+
+
+def _on_rank(
+    rank: int, _world_size: int, function: Callable[..., Any], device_type: str, *arguments: Any
+) -> Any:
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    return function(device, *arguments)
+
+
+def _require_devices(device: torch.device, world_size: int, flag: str) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < world_size:
+        raise UsageError(
+            f"{world_size} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; "
+            f"use --device cpu or a smaller {flag}"
+        )

@@ -1,0 +1,1 @@
+"""Triton kernels compiled ahead of time: registers, spills, shared memory."""

@@ -1,0 +1,226 @@
+"""What the compiler makes of the attention kernels, for GPUs that need not be there.
+
+Triton compiles ahead of time for any architecture. The result tells how many registers and how
+much shared memory a kernel takes, whether anything spills to memory, and whether the products use
+the matrix units. It does not tell how fast it is; beside it stands what arithmetic says at most.
+"""
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.accounting.attention.occupancy import find_multiprocessor, occupancy
+from paceline.accounting.attention.traffic import AttentionKernel, kernel_work
+from paceline.benchmarks.harness.devices import TORCH_DTYPES, current_environment
+from paceline.benchmarks.harness.isolation import IsolatedRun, run_isolated
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.kernels.config import Architecture, KernelCase, KernelSweep
+from paceline.core.device_table import find_device
+from paceline.core.errors import UsageError
+from paceline.core.specs import bytes_per_element
+from paceline.records import CaseValue, Metric, Record
+
+if TYPE_CHECKING:
+    from paceline.kernels.attention.triton.launch import Launch
+
+KERNELS: tuple[AttentionKernel, ...] = (
+    "forward",
+    "delta",
+    "key_value_gradient",
+    "query_gradient",
+)
+WORK_LENGTH = 4096
+"""The length for which work is counted; ragged kernels are compiled for one key more."""
+_TIMEOUT_S = 600.0
+_NUM_KV_HEADS = 2
+
+# By architecture: Triton's backend, what it calls the target, and the threads of a warp.
+_TARGETS: dict[Architecture, tuple[Literal["cuda", "hip"], int | str, int]] = {
+    "sm80": ("cuda", 80, 32),
+    "sm86": ("cuda", 86, 32),
+    "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+# Each architecture's own; sm90 and sm100 also have sm80's, at a fraction of the speed.
+_MATRIX_INSTRUCTIONS: dict[Architecture, str] = {
+    "sm80": r"\bmma\.sync\.",
+    "sm86": r"\bmma\.sync\.",
+    "sm90": r"\bwgmma\.mma_async\.",
+    "sm100": r"\btcgen05\.mma\.",
+    "gfx942": r"\bv_mfma_",
+}
+
+
+def kernel_records(sweep: KernelSweep, on_progress: Progress) -> Iterator[Record]:
+    """Compiles every case, as many at a time as there are cores; a failure is a record."""
+    try:
+        import triton
+    except ImportError:
+        raise UsageError(
+            "bench kernels needs Triton: pip install 'paceline[triton]' (no GPU is needed)"
+        ) from None
+    cases = list(sweep.cases())
+    with _without_interpreter(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for case, run in zip(cases, pool.map(_run, cases), strict=True):
+            on_progress(1, 1)
+            yield from _records(case, run, triton.__version__)
+
+
+@contextlib.contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Lets children compile: a process that debugs kernels may have chosen the interpreter."""
+    chosen = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if chosen is not None:
+            os.environ["TRITON_INTERPRET"] = chosen
+
+
+def _run(case: KernelCase) -> IsolatedRun[dict[str, dict[str, float]]]:
+    return run_isolated(compile_kernels, case, memory_limit_bytes=None, timeout_s=_TIMEOUT_S)
+
+
+def _records(
+    case: KernelCase, run: IsolatedRun[dict[str, dict[str, float]]], version: str
+) -> Iterator[Record]:
+    for kernel in KERNELS:
+        compiled = dict((run.result or {}).get(kernel, {}))
+        blocks = {
+            name: int(compiled.pop(name)) or None if compiled else None
+            for name in ("block_queries", "block_keys", "num_warps", "num_stages")
+        }
+        fields: dict[str, CaseValue] = {
+            "kernel": kernel,
+            "architecture": case.architecture,
+            "dtype": case.dtype,
+            "head_dim": case.head_dim,
+            "mask": case.mask,
+            "lengths": case.lengths,
+            "group": case.group,
+            "triton": version,
+            **blocks,
+        }
+        metrics = compiled and compiled | _ceiling(kernel, case, blocks, compiled)
+        yield Record(
+            kind="kernel",
+            case=fields,
+            environment=current_environment(),
+            metrics={name: Metric(value=value) for name, value in metrics.items()},
+            outcome=run.outcome,
+            reason=run.reason,
+        )
+
+
+def _ceiling(
+    kernel: AttentionKernel,
+    case: KernelCase,
+    blocks: Mapping[str, int | None],
+    compiled: Mapping[str, float],
+) -> dict[str, float]:
+    """Returns what arithmetic says of the compiled kernel: a bound, nothing measured."""
+    multiprocessor = find_multiprocessor(case.architecture)
+    device = find_device(multiprocessor.device)
+    peak = device.peak(case.dtype).value
+    work = kernel_work(
+        kernel,
+        length=WORK_LENGTH,
+        head_dim=case.head_dim,
+        element_bytes=bytes_per_element(case.dtype),
+        causal=case.mask == "causal",
+        block_queries=blocks["block_queries"] or WORK_LENGTH,
+        block_keys=blocks["block_keys"] or WORK_LENGTH,
+    )
+    bandwidth = device.memory_bytes_per_s.value
+    return {
+        "occupancy": occupancy(
+            multiprocessor,
+            registers=int(compiled["registers"]),
+            shared_bytes=int(compiled["shared_bytes"]),
+            num_warps=blocks["num_warps"] or 1,
+        ),
+        "flops": work.flops,
+        "best_bytes": work.best_bytes,
+        "worst_bytes": work.worst_bytes,
+        "best_intensity": work.best_intensity,
+        "worst_intensity": work.worst_intensity,
+        "worst_ceiling": min(1.0, work.worst_intensity * bandwidth / peak),
+    }
+
+
+def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[str, float]]:
+    """Compiles all kernels of one case in this process and reads what they take."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget(*_TARGETS[case.architecture])
+    results: dict[str, dict[str, float]] = {}
+    for kernel, launch in _launches(case).items():
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        compiled = triton.compile(launch.source(), target=target, options=options)
+        results[kernel] = {
+            "block_queries": int(launch.constants["BLOCK_QUERIES"]),
+            "block_keys": int(launch.constants.get("BLOCK_KEYS", 0)),
+            **options,
+            **_resources(compiled.asm),
+            "shared_bytes": compiled.metadata.shared,
+            "matrix_instructions": _matrix_instructions(compiled.asm, case.architecture),
+        }
+    return results
+
+
+def _launches(case: KernelCase) -> "dict[str, Launch]":
+    from paceline.kernels.attention.triton.launch import launches_over
+    from paceline.kernels.attention.triton.tile_sizes import choose_tilings
+
+    length = WORK_LENGTH + (case.lengths == "ragged")
+
+    def heads(count: int) -> torch.Tensor:
+        size = (1, count, length, case.head_dim)
+        return torch.empty(size, dtype=TORCH_DTYPES[case.dtype], device="meta")
+
+    return launches_over(
+        heads(_NUM_KV_HEADS * case.group),
+        heads(_NUM_KV_HEADS),
+        heads(_NUM_KV_HEADS),
+        diagonal=0 if case.mask == "causal" else None,
+        scale=case.head_dim**-0.5,
+        tilings=choose_tilings(case.architecture, case.dtype, case.head_dim),
+    )
+
+
+def _resources(asm: Mapping[str, Any]) -> dict[str, float]:
+    """Returns registers of a thread, and bytes of its memory that stand in for registers."""
+    if "cubin" in asm:
+        return _nvidia_resources(asm["cubin"])
+    values = dict(re.findall(r"^\s+(?:- )?\.(\w+): +(\d+)$", asm["amdgcn"], re.MULTILINE))
+    return {
+        "registers": float(values["vgpr_count"]),
+        "spill_bytes": float(values["private_segment_fixed_size"]),
+    }
+
+
+def _nvidia_resources(cubin: bytes) -> dict[str, float]:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    values = {name: float(value) for name, value in re.findall(r"(\w+):(\d+)", printed)}
+    return {"registers": values["REG"], "spill_bytes": values["STACK"] + values["LOCAL"]}
+
+
+def _matrix_instructions(asm: Mapping[str, Any], architecture: Architecture) -> float:
+    text = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+    return len(re.findall(_MATRIX_INSTRUCTIONS[architecture], text))

@@ -1,0 +1,65 @@
+"""Which kernels to compile ahead of time, and for what. Torch-free, as the command line needs."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from paceline.benchmarks.harness.config import PrecisionName
+from paceline.core.errors import UsageError
+
+Architecture = Literal["sm80", "sm86", "sm90", "sm100", "gfx942"]
+Mask = Literal["causal", "full"]
+Lengths = Literal["even", "ragged"]
+
+_LARGEST_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One configuration, of which all kernels of attention are compiled."""
+
+    architecture: Architecture
+    dtype: PrecisionName
+    head_dim: int
+    mask: Mask
+    lengths: Lengths
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSweep:
+    """Compile the attention kernels ahead of time, without a GPU."""
+
+    architecture: tuple[Architecture, ...] = ("sm80", "sm86", "sm90", "sm100", "gfx942")
+    """GPUs to compile for: A100, RTX 3090, H100, B200, MI300X."""
+    dtype: tuple[PrecisionName, ...] = ("bfloat16",)
+    """Formats of queries, keys and values."""
+    head_dim: tuple[int, ...] = (64, 128)
+    """Widths of a head."""
+    mask: tuple[Mask, ...] = ("causal", "full")
+    """Whether later positions are hidden."""
+    lengths: tuple[Lengths, ...] = ("even", "ragged")
+    """Whether tiles divide the sequence, which compiles to kernels without masks at its end."""
+    group: tuple[int, ...] = (1, 4)
+    """Query heads per key head; more than one compiles to a loop over them."""
+
+    def __post_init__(self) -> None:
+        if not all(1 <= head_dim <= _LARGEST_HEAD_DIM for head_dim in self.head_dim):
+            raise UsageError(f"--head-dim must be from 1 to {_LARGEST_HEAD_DIM}")
+        if min(self.group, default=1) < 1:
+            raise UsageError("--group must be at least 1")
+
+    def cases(self) -> Iterator[KernelCase]:
+        """Yields every combination, architectures in the outer loop."""
+        for architecture, dtype, head_dim, mask, lengths, group in itertools.product(
+            self.architecture, self.dtype, self.head_dim, self.mask, self.lengths, self.group
+        ):
+            yield KernelCase(
+                architecture=architecture,
+                dtype=dtype,
+                head_dim=head_dim,
+                mask=mask,
+                lengths=lengths,
+                group=group,
+            )

@@ -1,0 +1,1 @@
+"""Memory and time of sharded optimizer state, rank by rank."""

@@ -1,0 +1,106 @@
+"""Training steps to measure on one rank. Torch-free, because the command line parses with it."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from paceline.benchmarks.harness.config import (
+    Compilation,
+    DeviceName,
+    PrecisionName,
+    RunLimits,
+    ShapeOverrides,
+    require_counts,
+)
+from paceline.core.errors import UsageError
+from paceline.core.specs import (
+    AttentionImplementation,
+    BatchShape,
+    ModelShape,
+    Phase,
+    require_buildable,
+    require_context,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """One training step to measure."""
+
+    model: str
+    shape: ModelShape
+    batch: BatchShape
+    phase: Phase
+    precision: PrecisionName
+    compilation: Compilation
+    activation_checkpointing: Literal["none", "full"]
+    attention: AttentionImplementation
+    device: DeviceName
+    warmup: int
+    steps: int
+    time_limit_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSweep:
+    """Time the forward pass, backward pass and optimizer of a language model."""
+
+    model: tuple[str, ...] = ("small",)
+    """Presets to measure."""
+    context: tuple[int, ...] = (128,)
+    """Context lengths, in tokens."""
+    batch: int = 4
+    """Sequences per step."""
+    phase: tuple[Phase, ...] = ("train",)
+    """How much of a step to run: train includes AdamW."""
+    precision: tuple[PrecisionName, ...] = ("float32",)
+    """Number formats; the sixteen-bit ones are autocast."""
+    compile: bool = False
+    """Compile the whole model with torch.compile."""
+    compile_blocks: bool = False
+    """Compile each block on its own."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward."""
+    attention: AttentionImplementation = "auto"
+    """What computes attention: auto takes Triton on CUDA and torch's fused kernel elsewhere; naive
+    stores all scores."""
+    warmup: tuple[int, ...] = (5,)
+    """Steps to run before measuring."""
+    steps: int = 10
+    """Steps to measure."""
+    device: DeviceName = "auto"
+    """Where to run."""
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+    limits: RunLimits = dataclasses.field(default_factory=RunLimits)
+
+    def __post_init__(self) -> None:
+        require_counts(warmup=self.warmup, steps=self.steps)
+        if self.compile and self.compile_blocks:
+            raise UsageError("--compile and --compile-blocks exclude each other")
+
+    def cases(self) -> Iterator[StepCase]:
+        """Yields every combination, models in the outer loop."""
+        compilation: Compilation = "whole" if self.compile else "none"
+        if self.compile_blocks:
+            compilation = "blocks"
+        for name, context, phase, precision, warmup in itertools.product(
+            self.model, self.context, self.phase, self.precision, self.warmup
+        ):
+            label, shape = self.shape.apply(name)
+            require_buildable(shape)
+            require_context(name, shape, context)
+            yield StepCase(
+                model=label,
+                shape=shape,
+                batch=BatchShape(num_sequences=self.batch, context_length=context),
+                phase=phase,
+                precision=precision,
+                compilation=compilation,
+                activation_checkpointing=self.activation_checkpointing,
+                attention=self.attention,
+                device=self.device,
+                warmup=warmup,
+                steps=self.steps,
+                time_limit_s=self.limits.time_limit_s,
+            )

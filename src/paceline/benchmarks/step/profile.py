@@ -1,0 +1,192 @@
+"""One model's training step, seen from inside: time by operator, memory by category.
+
+Phases: the step is warmed up; some steps are traced for time; then one more is traced for memory,
+by itself, because following every Python line makes it several times slower.
+"""
+
+import pathlib
+import tempfile
+from collections.abc import Mapping
+
+import torch
+
+from paceline.accounting.flops import flops_per_token
+from paceline.accounting.memory.lower_bounds import minimum_step_bytes
+from paceline.accounting.parameters import count_parameters
+from paceline.benchmarks.harness.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.memory import storage_bytes, usable_memory_bytes
+from paceline.benchmarks.step.config import StepCase
+from paceline.benchmarks.step.training_step import TrainingStep, step_case_fields
+from paceline.core.errors import UsageError
+from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
+from paceline.core.specs import bytes_per_element, precision_preset
+from paceline.core.units import format_binary_bytes
+from paceline.kernels import resolve_implementation
+from paceline.kernels.named_range import named_range
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.traces.capture.profiler import record_memory, record_trace
+from paceline.traces.events.op_classes import Work
+from paceline.traces.memory.allocations import read_allocations
+from paceline.traces.memory.timeline import Category, MemoryTimeline, memory_timeline
+from paceline.traces.records import ALL_OPERATORS, operator_records, step_records
+from paceline.traces.steps.analysis import analyse_trace
+
+_SNAPSHOT = "memory-snapshot.pickle"
+
+
+def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
+    """Traces a step and returns what its operators took, and what its memory was for."""
+    device = resolve_device(case.device)
+    _require_memory(case, device)
+    step = TrainingStep(case, device)
+    total = case.warmup + case.steps + 1
+    for completed in range(case.warmup):
+        step.run()
+        on_progress(completed + 1, total)
+    with record_trace(trace, device):
+        for completed in range(case.steps):
+            with named_range(STEP):
+                step.run()
+            on_progress(case.warmup + completed + 1, total)
+    analysis = analyse_trace(trace)
+    timeline = trace_memory(step, trace.with_name(_SNAPSHOT))
+    on_progress(total, total)
+    environment = current_environment()
+    return [
+        *step_records(analysis, _subject(case), environment),
+        *operator_records(analysis, _subject(case), environment),
+        *_flops_predictions(case),
+        *_memory_records(case, device, timeline),
+        *_allocation_records(case, timeline),
+    ]
+
+
+def _require_memory(case: StepCase, device: torch.device) -> None:
+    """Raises where not even the least that a step takes can fit."""
+    precision = precision_preset(case.precision)
+    needed = minimum_step_bytes(case.shape, case.batch, precision, case.phase)
+    usable = usable_memory_bytes(device)
+    if usable is not None and needed > usable:
+        raise UsageError(
+            f"--model {case.model} needs at least {format_binary_bytes(needed)}, "
+            f"{format_binary_bytes(usable)} may be used; take a smaller model or batch"
+        )
+
+
+def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
+    """Runs one more step and returns what its memory was for; call it after at least one step.
+
+    On a GPU, a snapshot of its memory is written for torch's viewer.
+    """
+    step.optimizer.zero_grad(set_to_none=True)
+    parameters = list(step.model.parameters())
+    resident = {
+        Category.PARAMETERS: storage_bytes(parameters),
+        Category.OPTIMIZER_STATE: storage_bytes(step.optimizer_state()),
+        Category.OTHER: storage_bytes([*step.model.buffers(), step.inputs, step.targets]),
+    }
+    gradient_addresses: set[int] = set()
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
+        path = pathlib.Path(directory) / "memory.json"
+        with record_memory(path, step.device, snapshot):
+            loss = step.forward()
+            if step.phase != "forward":
+                step.backward(loss)
+                gradient_addresses.update(
+                    parameter.grad.untyped_storage().data_ptr()
+                    for parameter in parameters
+                    if parameter.grad is not None
+                )
+            del loss
+            if step.phase == "train":
+                step.optimizer_step()
+        trace = read_allocations(path, on_device=step.device.type == "cuda")
+    return memory_timeline(trace, resident=resident, gradient_addresses=gradient_addresses)
+
+
+def _record(kind: str, case: dict[str, CaseValue], metrics: Mapping[str, float]) -> Record:
+    return Record(
+        kind=kind,
+        case=case,
+        environment=current_environment(),
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
+        outcome="ok",
+    )
+
+
+def _flops_predictions(case: StepCase) -> list[Record]:
+    """Returns what the matrix products of each phase should take, by the formula."""
+    flops = flops_per_token(case.shape, case.batch.context_length)
+    expected = {FORWARD: flops.forward}
+    if case.phase != "forward":
+        expected[BACKWARD] = flops.backward
+    return [
+        _record(
+            PREDICTION,
+            {
+                PREDICTS: "operator",
+                "subject": _subject(case),
+                "range": short_name(name),
+                "work": Work.MATMUL,
+                "operator": ALL_OPERATORS,
+            },
+            {"flops": per_token * case.batch.tokens_per_pass},
+        )
+        for name, per_token in expected.items()
+    ]
+
+
+def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeline) -> list[Record]:
+    """Returns memory over the step, and what the formulas expect of its resident parts."""
+    fields = step_case_fields(case, describe_place(device))
+    metrics = {"peak_bytes": Metric(value=timeline.peak_bytes)}
+    metrics["time_s"] = Metric.from_samples(timeline.times_s)
+    for category, values in timeline.num_bytes.items():
+        metrics[f"{category}_bytes"] = Metric.from_samples(values)
+        metrics[f"{category}_at_peak_bytes"] = Metric(value=timeline.peak_by_category[category])
+    for name, (_start, end) in timeline.phases_s.items():
+        if name in (FORWARD, BACKWARD, OPTIMIZER):
+            metrics[f"{short_name(name)}_end_s"] = Metric(value=end)
+    measured = Record(
+        kind="memory_timeline",
+        case=fields,
+        environment=current_environment(),
+        metrics=metrics,
+        outcome="ok",
+    )
+    precision = precision_preset(case.precision)
+    num_parameters = count_parameters(case.shape).total
+    moments = 2 * bytes_per_element(precision.optimizer_state) if case.phase == "train" else 0
+    expected = {
+        "parameters_at_peak_bytes": num_parameters * bytes_per_element(precision.parameters),
+        "optimizer_state_at_peak_bytes": num_parameters * moments,
+        "peak_bytes": minimum_step_bytes(case.shape, case.batch, precision, case.phase),
+    }
+    return [measured, _record(PREDICTION, {PREDICTS: "memory_timeline", **fields}, expected)]
+
+
+def _allocation_records(case: StepCase, timeline: MemoryTimeline) -> list[Record]:
+    return [
+        _record(
+            "allocation",
+            {
+                "subject": _subject(case),
+                "number": number,
+                "category": group.category,
+                "operator": group.operator,
+                "place": group.place,
+            },
+            {"size_bytes": group.num_bytes, "num_allocations": group.count},
+        )
+        for number, group in enumerate(timeline.largest, start=1)
+    ]
+
+
+def _subject(case: StepCase) -> str:
+    attention = resolve_implementation(case.attention, resolve_device(case.device))
+    return (
+        f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
+        f"{case.precision}, {attention} attention, {case.phase}"
+    )

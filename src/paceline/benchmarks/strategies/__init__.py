@@ -1,0 +1,1 @@
+"""Training steps by data-parallel strategy, interleaved in one run."""

@@ -1,0 +1,143 @@
+"""What to measure of strategies: sweeps as the command line gives them, and their cases.
+
+Torch-free, because the command line needs these types to parse its flags.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from paceline.benchmarks.harness.config import (
+    DeviceName,
+    PrecisionName,
+    ShapeOverrides,
+    require_counts,
+)
+from paceline.benchmarks.step.config import StepCase, StepSweep
+from paceline.core.errors import UsageError
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    DEFAULT_BUCKET_SIZE_MB,
+    BucketSize,
+    StrategyName,
+    require_unscaled,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One strategy among those that are compared."""
+
+    strategy: StrategyName
+    bucket_size_mb: BucketSize | None
+    """In MiB; None for strategies without buckets."""
+
+    @property
+    def label(self) -> str:
+        """The variant in a few words."""
+        if self.bucket_size_mb is None:
+            return self.strategy
+        unit = "" if self.bucket_size_mb == "auto" else " MiB"
+        size = self.bucket_size_mb
+        return f"{self.strategy} {size if size == 'auto' else f'{size:g}'}{unit}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelCase:
+    """One model under several strategies."""
+
+    step: StepCase
+    variants: tuple[Variant, ...]
+
+
+AUTO_WARMUP = 5
+"""Rounds until an automatic bucket size is in use: one for warm-up, three to watch, one to see."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelSweep:
+    """Time training steps under several strategies, in turn on the same ranks."""
+
+    strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed")
+    """Strategies to compare; ratios are to the first."""
+    bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
+    """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""
+    world_size: int | None = None
+    """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
+    and this must be left out."""
+    model: tuple[str, ...] = ("small",)
+    """Presets to measure."""
+    batch: int = 4
+    """Sequences per rank and step."""
+    context: int = 128
+    """Context length, in tokens."""
+    precision: PrecisionName = "float32"
+    """Number format; the sixteen-bit ones are autocast."""
+    compile: bool = False
+    """Compile the whole model with torch.compile."""
+    compile_blocks: bool = False
+    """Compile each block on its own."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward."""
+    warmup: int = 5
+    """Rounds to run before measuring; auto needs five."""
+    rounds: int = 20
+    """Rounds to measure: one step of every strategy."""
+    device: DeviceName = "auto"
+    """cuda measures NCCL between GPUs, cpu gloo."""
+    time_limit_s: float = 900.0
+    """Seconds of rounds per model; what was measured by then, at least one round, is the result."""
+    timeout_s: float = 300.0
+    """Seconds after which a collective that makes no progress is an error."""
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+
+    def __post_init__(self) -> None:
+        require_counts(warmup=(self.warmup,), steps=self.rounds, name="--rounds")
+        require_ranks(self.world_size, time_limit_s=self.time_limit_s, timeout_s=self.timeout_s)
+        require_unscaled(self.strategies, self.precision)
+        if "auto" in self.bucket_size_mb and self.warmup < AUTO_WARMUP:
+            raise UsageError(f"--warmup must be at least {AUTO_WARMUP} where auto is to choose")
+        if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
+            raise UsageError("--bucket-size-mb must be positive, or auto")
+
+    @property
+    def num_rounds(self) -> int:
+        """Warm-up and measured rounds together."""
+        return self.warmup + self.rounds
+
+    def variants(self) -> Iterator[Variant]:
+        """Yields every strategy with every bucket size that applies to it."""
+        for strategy in self.strategies:
+            if strategy not in BUCKET_STRATEGIES:
+                yield Variant(strategy=strategy, bucket_size_mb=None)
+                continue
+            for size in self.bucket_size_mb:
+                if size != "auto" or strategy == "bucketed":
+                    yield Variant(strategy=strategy, bucket_size_mb=size)
+
+    def cases(self) -> Iterator[DataParallelCase]:
+        """Yields one case per model, with all strategies."""
+        variants = tuple(self.variants())
+        steps = StepSweep(
+            model=self.model,
+            context=(self.context,),
+            batch=self.batch,
+            precision=(self.precision,),
+            compile=self.compile,
+            compile_blocks=self.compile_blocks,
+            activation_checkpointing=self.activation_checkpointing,
+            warmup=(self.warmup,),
+            steps=self.rounds,
+            device=self.device,
+            shape=self.shape,
+        )
+        for step in steps.cases() if variants else ():
+            yield DataParallelCase(step=step, variants=variants)
+
+
+def require_ranks(world_size: int | None, *, time_limit_s: float, timeout_s: float) -> None:
+    """Raises unless ranks can be started, and given time."""
+    if world_size is not None and world_size < 1:
+        raise UsageError("--world-size must be at least 1")
+    if not (time_limit_s > 0 and timeout_s > 0):
+        raise UsageError("--time-limit-s and --timeout-s must be positive")

@@ -1,0 +1,216 @@
+"""Training steps under several strategies, measured in turn on the same ranks.
+
+Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
+own. In every round each strategy takes one step, in an order drawn anew for each round, so that
+what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
+not timed. A step is cut where no message is under way: it begins with the optimizer, which uses the
+gradients that the step before has left, so that parameters which travel during forward are counted
+with it. After the rounds, each strategy's gradients are sent again with nothing else going on.
+
+A step's time is that of the slowest rank. Its exposed communication is that of the rank that
+waits least after its last gradient: the others also wait for that rank to compute.
+"""
+
+import dataclasses
+import random
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
+from paceline.benchmarks.strategies.config import DataParallelCase, Variant
+from paceline.benchmarks.strategies.step import StrategyStep
+from paceline.core.ranges import step_range
+from paceline.core.strategies import SHARDED_PARAMETERS
+from paceline.kernels.named_range import named_range
+from paceline.parallel.ddp.bucket_size import BucketSizeChoice
+from paceline.parallel.ddp.containers import BucketedDataParallel
+from paceline.parallel.ranks.collectives import reduce_numbers
+from paceline.parallel.ranks.device_clock import Moment, now, seconds_between, synchronize
+from paceline.parallel.ranks.reduce_scatter import Reduction, start_reduction
+from paceline.parallel.reducer.hooks import when_complete
+from paceline.parallel.strategies import message_sizes
+from paceline.parallel.zero.container import ShardedDataParallel
+
+STEP = "step_time_s"
+EXPOSED = "exposed_communication_s"
+COMMUNICATION = "communication_s"
+
+_BARE_REPETITIONS = 5
+
+
+class DataParallelStep(StrategyStep):
+    """A training step that also tells how long it waited for communication after backward."""
+
+    def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
+        self._last_gradient: Moment | None = None
+        super().__init__(case.step, variant, device)
+        self.backward(self.forward())
+        self.range_name = step_range(variant.label)
+
+    def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
+        """Applies the strategy to the model, and watches its gradients."""
+        # Registered before any strategy's own, so that the moment is that of the gradient.
+        for parameter in module.parameters():
+            when_complete(parameter, self, DataParallelStep.note_gradient)
+        return super().wrap(module, variant)
+
+    def note_gradient(self) -> None:
+        """Notes when a gradient is complete."""
+        self._last_gradient = now(self.device)
+
+    def run(self) -> dict[str, float]:
+        """Runs one step on this rank; the ranks begin together."""
+        self._last_gradient = None
+        dist.barrier()
+        synchronize(self.device)
+        with named_range(self.range_name):
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
+        moments = [now(self.device)]
+        self.optimizer_step()
+        moments.append(now(self.device))
+        loss = self.forward()
+        moments.append(now(self.device))
+        self.backward(loss)
+        if isinstance(self.model, ShardedDataParallel):
+            # Only one that steps in backward has parameters under way here.
+            self.model.wait_for_parameters()
+        moments.append(now(self.device))
+        synchronize(self.device)
+        names = ("optimizer_time_s", "forward_time_s", "backward_time_s")
+        laps = {
+            name: seconds_between(start, end)
+            for name, start, end in zip(names, moments[:-1], moments[1:], strict=True)
+        }
+        # Parameters that are gathered for their use only have no gradients to be told of.
+        if self._last_gradient is not None:
+            laps[EXPOSED] = seconds_between(self._last_gradient, moments[-1])
+            laps["backward_time_s"] -= laps[EXPOSED]
+        return laps | {STEP: seconds_between(moments[0], moments[-1])}
+
+    def memory(self) -> dict[str, int]:
+        """Returns what gradients occupy after backward, and the peak of forward and backward."""
+        gradients = self.gradients()
+        gradient_bytes = storage_bytes(gradients)
+        self.optimizer_step()
+        # Every other strategy keeps its buffers from step to step.
+        kept = [] if self.strategy in ("none", *SHARDED_PARAMETERS) else gradients
+        del gradients
+        peaks = step_peaks(
+            self.device,
+            resident_tensors=[*self.resident_tensors(), *kept],
+            phases={"step": lambda: self.backward(self.forward())},
+        )
+        return {"gradient_bytes": gradient_bytes, "peak_before_optimizer_bytes": peaks["step"]}
+
+    def send_messages_alone(self) -> float:
+        """Returns the seconds that the last step's messages take when nothing else goes on."""
+        messages = [
+            torch.zeros(size // 4, device=self.device) for size in message_sizes(self.model)
+        ]
+        dist.barrier()
+        synchronize(self.device)
+        began = time.perf_counter()
+        works: list[dist.Work | Reduction] = []
+        for message in messages:
+            if isinstance(self.model, ShardedDataParallel):
+                works.append(start_reduction(message, self.model.process_group))
+                continue
+            work = dist.all_reduce(message, async_op=True)
+            assert work is not None
+            if self.strategy == "naive":
+                work.wait()
+            works.append(work)
+        for work in works:
+            work.wait()
+        synchronize(self.device)
+        return time.perf_counter() - began
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariantResult:
+    """What all ranks agree on about one strategy."""
+
+    samples: dict[str, list[float]]
+    memory: dict[str, int]
+    num_messages: int
+    choice: BucketSizeChoice | None
+    """An automatic bucket size, and what it was chosen by."""
+
+
+class Comparison:
+    """All strategies of one case on one rank."""
+
+    def __init__(self, case: DataParallelCase, device: torch.device) -> None:
+        self.device = device
+        self.steps = [DataParallelStep(case, variant, device) for variant in case.variants]
+        self.samples: list[dict[str, list[float]]] = [{} for _ in self.steps]
+        self.num_rounds = 0
+
+    def run_round(self, *, measured: bool) -> float:
+        """Lets every strategy take one step; returns the slowest rank's seconds for all."""
+        began = time.perf_counter()
+        order = list(range(len(self.steps)))
+        random.Random(self.num_rounds).shuffle(order)  # The same on all ranks.
+        self.num_rounds += 1
+        for index in order:
+            laps = self.steps[index].run()
+            if measured:
+                for name, seconds in laps.items():
+                    self.samples[index].setdefault(name, []).append(seconds)
+        return reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, self.device)[0]
+
+    def results(self) -> list[VariantResult]:
+        """Sends messages alone, takes the memory, and joins what the ranks have measured."""
+        return [
+            self._result(step, samples)
+            for step, samples in zip(self.steps, self.samples, strict=True)
+        ]
+
+    def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:
+        if message_sizes(step.model):
+            samples[COMMUNICATION] = [step.send_messages_alone() for _ in range(_BARE_REPETITIONS)]
+        joined = {
+            name: reduce_numbers(
+                values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX, self.device
+            )
+            for name, values in samples.items()
+        }
+        model = step.model
+        return VariantResult(
+            samples=joined,
+            memory=step.memory(),
+            num_messages=len(message_sizes(model)),
+            choice=model.bucket_size_choice if isinstance(model, BucketedDataParallel) else None,
+        )
+
+
+# One comparison at a time lives on a rank, between the calls that the ranks are sent.
+_current: list[Comparison] = []
+
+
+def prepare(device: torch.device, case: DataParallelCase) -> None:
+    """Builds all strategies of a case on this rank, and lets go of those before."""
+    _current.clear()
+    _current.append(Comparison(case, device))
+
+
+def current() -> Comparison:
+    """Returns what was prepared on this rank."""
+    return _current[0]
+
+
+def run_round(_device: torch.device, measured: bool) -> float:
+    """Runs one round of what was prepared."""
+    return current().run_round(measured=measured)
+
+
+def collect(_device: torch.device) -> list[VariantResult]:
+    """Ends what was prepared and returns its results."""
+    results = current().results()
+    _current.clear()
+    return results

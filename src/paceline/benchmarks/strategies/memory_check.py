@@ -1,0 +1,61 @@
+"""Whether what ranks are about to hold can fit, found out before the kernel kills one of them.
+
+A lower bound: parameters, gradients and optimizer state of all strategies that are held at the same
+time. What is above it cannot run; what is below it may still run out of memory for activations.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.accounting.memory.model_states import rank_state_bytes
+from paceline.benchmarks.harness.memory import usable_memory_bytes
+from paceline.benchmarks.harness.ranks import MeasuringRanks
+from paceline.benchmarks.step.config import StepCase
+from paceline.core.specs import precision_preset
+from paceline.core.strategies import StrategyName
+from paceline.core.units import format_binary_bytes
+from paceline.records.links import link_case_fields
+
+
+def memory_obstacle(
+    ranks: MeasuringRanks, case: StepCase, strategies: Sequence[StrategyName]
+) -> str | None:
+    """Returns why strategies that are held at the same time cannot fit; None if they may.
+
+    Every rank must call it, and all get the same answer.
+    """
+    usable: int | None = ranks.run(least_usable_bytes)
+    needed = _needed_bytes(ranks, case, strategies)
+    if usable is None or needed <= usable:
+        return None
+    shared = "a GPU" if ranks.place["device"] == "cuda" else "the ranks of a host"
+    return (
+        f"{shared} would need at least {format_binary_bytes(needed)}, "
+        f"{format_binary_bytes(usable)} may be used; take a smaller --model or fewer --strategies"
+    )
+
+
+def least_usable_bytes(device: torch.device) -> int | None:
+    """Returns what may be used where there is least; None where nobody knows on some rank."""
+    usable = usable_memory_bytes(device)
+    least = torch.tensor(-1 if usable is None else usable, dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return None if least.item() < 0 else int(least.item())
+
+
+def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[StrategyName]) -> int:
+    """Returns a lower bound for the GPU, or for the host, that holds most."""
+    by_rank = np.zeros(ranks.world_size, dtype=np.int64)
+    for strategy in strategies:
+        states = rank_state_bytes(
+            case.shape, precision_preset(case.precision), strategy, ranks.world_size
+        )
+        by_rank += states.parameters + states.gradients + states.optimizer_state
+    if ranks.place["device"] == "cuda":
+        return int(by_rank.max())
+    # The lab's hosts are virtual and share one memory; of others, one holds at least the mean.
+    num_hosts = 1 if link_case_fields() else int(ranks.place["num_hosts"] or 1)
+    return int(by_rank.sum()) // num_hosts

@@ -1,0 +1,176 @@
+"""Training steps under several strategies, traced in turn on the same ranks.
+
+Phases: all strategies are prepared and warmed up as for a measurement. Then one trace records some
+rounds of all of them, and after it the group's all-reduces are timed for the prediction. The first
+rank analyses the trace. Of each strategy, the round whose step took the median time is kept in
+detail, to be drawn.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from paceline.accounting.communication.overlap import overlap_timeline
+from paceline.benchmarks.harness.devices import current_environment
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.ranks import MeasuringRanks
+from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep, Variant
+from paceline.benchmarks.strategies.measure import EXPOSED, current
+from paceline.benchmarks.strategies.memory_check import memory_obstacle
+from paceline.benchmarks.strategies.sweep import (
+    case_fields,
+    data_parallel_groups,
+    prepare_and_warm_up,
+)
+from paceline.core.errors import UsageError
+from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
+from paceline.core.units import NANOSECOND
+from paceline.parallel.ddp.bucket_size import GroupCost, measure_group
+from paceline.parallel.reducer.backward_pass import SynchronizationStats
+from paceline.parallel.reducer.base import DataParallel
+from paceline.records import Metric, Record
+from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.traces.capture.profiler import record_ranks
+from paceline.traces.records import part_samples
+from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedRounds:
+    """What one rank knows of the rounds besides their trace."""
+
+    stats: list[list[SynchronizationStats | None]]
+    """By variant and round; None where the container is not ours."""
+    cost: GroupCost
+    """Of all-reduces in the group."""
+
+
+def trace_data_parallel(
+    sweep: DataParallelSweep, trace: pathlib.Path, on_progress: Progress
+) -> list[Record]:
+    """Traces all strategies; returns the records, on the first rank only."""
+    cases = list(sweep.cases())
+    if len(cases) != 1:
+        raise UsageError("--model: one trace is of one model; name exactly one")
+    records: list[Record] = []
+    for ranks in data_parallel_groups(sweep):
+        strategies = [variant.strategy for variant in cases[0].variants]
+        if (obstacle := memory_obstacle(ranks, cases[0].step, strategies)) is not None:
+            raise UsageError(obstacle)
+        prepare_and_warm_up(sweep, cases[0], ranks, on_progress)
+        traced: TracedRounds = ranks.run(trace_rounds, trace, sweep.rounds)
+        on_progress(sweep.num_rounds, sweep.num_rounds)
+        if ranks.is_first:
+            records += _records(cases[0], ranks, analyse_trace(trace), traced)
+    return records
+
+
+def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> TracedRounds:
+    """Runs some rounds of what was prepared, and records them on every rank."""
+    comparison = current()
+    stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
+    with record_ranks(trace, device):
+        for _ in range(num_rounds):
+            comparison.run_round(measured=False)
+            for step, of_variant in zip(comparison.steps, stats, strict=True):
+                model = step.model
+                of_variant.append(
+                    model.synchronization_stats() if isinstance(model, DataParallel) else None
+                )
+    group = dist.group.WORLD
+    assert group is not None
+    return TracedRounds(stats=stats, cost=measure_group(group, device))
+
+
+def _records(
+    case: DataParallelCase, ranks: MeasuringRanks, analysis: TraceAnalysis, traced: TracedRounds
+) -> Iterator[Record]:
+    for variant, stats in zip(case.variants, traced.stats, strict=True):
+        by_rank: dict[int, list[StepOverlap]] = {}
+        for step in analysis.steps:
+            if step.label == variant.label:
+                by_rank.setdefault(step.rank, []).append(step)
+        first = by_rank[min(by_rank)]
+        drawn = sorted(range(len(first)), key=lambda round_: first[round_].times.step)[
+            len(first) // 2
+        ]
+        for rank, steps in by_rank.items():
+            metrics = {
+                name: Metric.from_samples(values) for name, values in part_samples(steps).items()
+            }
+            metrics |= _details(steps[drawn])
+            known = [of_round for of_round in stats if of_round is not None]
+            if rank == min(by_rank) and known:
+                metrics["reported_exposed_s"] = Metric.from_samples(
+                    [of_round.exposed_wait_s for of_round in known]
+                )
+            yield _record("timeline", case, variant, ranks, rank, metrics)
+        prediction = stats[drawn]
+        if prediction is not None:
+            backward_s = _start_of(first[drawn], BACKWARD)
+            predicted = _predicted(prediction, traced.cost, backward_s)
+            yield _record(PREDICTION, case, variant, ranks, min(by_rank), predicted)
+
+
+def _details(step: StepOverlap) -> dict[str, Metric]:
+    """Returns what a picture of one step is drawn from; seconds from its start."""
+    times = step.times
+    details = {
+        "compute_start_s": times.computing[:, 0].tolist(),
+        "compute_end_s": times.computing[:, 1].tolist(),
+        "message_start_s": [message.start for message in times.messages],
+        "message_end_s": [message.end for message in times.messages],
+        "message_exposed_s": [message.exposed for message in times.messages],
+    }
+    for phase in (FORWARD, BACKWARD, OPTIMIZER):
+        spans = [span for span in times.ranges if span.name == phase]
+        name = short_name(phase)
+        details[f"{name}_start_s"] = [span.start for span in spans[:1]]
+        details[f"{name}_end_s"] = [span.end for span in spans[-1:]]
+    details["drawn_step_s"] = [times.step]
+    details["drawn_exposed_s"] = [times.exposed]
+    return {
+        name: Metric.from_samples([value * NANOSECOND for value in values])
+        for name, values in details.items()
+        if values
+    }
+
+
+def _start_of(step: StepOverlap, phase: str) -> float:
+    return next(span.start for span in step.times.ranges if span.name == phase) * NANOSECOND
+
+
+def _predicted(
+    stats: SynchronizationStats, cost: GroupCost, backward_start_s: float
+) -> dict[str, Metric]:
+    """Plays the messages of a step through the recurrence, from when they were ready."""
+    # What was sent later was ready when backward was over, and waited for its turn.
+    ready_s = [min(bucket.launch_s, stats.backward_s) for bucket in stats.buckets]
+    communication_s = [cost.fit.time_s(bucket.num_bytes) for bucket in stats.buckets]
+    timeline = overlap_timeline(ready_s, communication_s, stats.backward_s)
+    return {
+        EXPOSED: Metric(value=timeline.exposed_s),
+        "message_start_s": Metric.from_samples((timeline.start_s + backward_start_s).tolist()),
+        "message_end_s": Metric.from_samples((timeline.finish_s + backward_start_s).tolist()),
+    }
+
+
+def _record(
+    kind: str,
+    case: DataParallelCase,
+    variant: Variant,
+    ranks: MeasuringRanks,
+    rank: int,
+    metrics: dict[str, Metric],
+) -> Record:
+    predicts = {PREDICTS: "timeline"} if kind == PREDICTION else {}
+    return Record(
+        kind=kind,
+        case={**predicts, **case_fields(case, variant, ranks), "rank": rank},
+        environment=current_environment(),
+        metrics=metrics,
+        outcome="ok",
+    )

@@ -1,0 +1,159 @@
+"""From training steps under several strategies to records."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from paceline.benchmarks.harness.devices import current_environment
+from paceline.benchmarks.harness.measure import Progress, ratio_metric
+from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, sweep_ranks
+from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep, Variant
+from paceline.benchmarks.strategies.measure import (
+    EXPOSED,
+    STEP,
+    VariantResult,
+    collect,
+    prepare,
+    run_round,
+)
+from paceline.benchmarks.strategies.memory_check import memory_obstacle
+from paceline.benchmarks.strategies.step import strategy_case_fields
+from paceline.core.errors import PacelineError
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records.schema import Outcome
+
+_logger = logging.getLogger(__name__)
+
+# What building the models and the first step may take, compilation included.
+_GRACE_S = 600.0
+
+
+def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures every model under all strategies; yields records on rank 0 only."""
+    for ranks in data_parallel_groups(sweep):
+        for case in sweep.cases():
+            for record in _records_of(sweep, case, ranks, on_progress):
+                if ranks.is_first:
+                    yield record
+
+
+def data_parallel_groups(sweep: DataParallelSweep) -> Iterator[MeasuringRanks]:
+    """Yields the group of ranks that a sweep asks for."""
+    return sweep_ranks(
+        sweep.world_size,
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        run_timeout_s=sweep.timeout_s + _GRACE_S,
+    )
+
+
+def prepare_and_warm_up(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> None:
+    """Builds all strategies on every rank, and runs the rounds that are not measured."""
+    ranks.run(prepare, case)
+    for completed in range(sweep.warmup):
+        ranks.run(run_round, False)
+        on_progress(completed + 1, sweep.num_rounds)
+
+
+def _records_of(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> Iterator[Record]:
+    results: list[VariantResult] | None = None
+    outcome: Outcome = "skipped"
+    reason = memory_obstacle(ranks, case.step, [variant.strategy for variant in case.variants])
+    if reason is None:
+        try:
+            results, outcome = _measure(sweep, case, ranks, on_progress), "ok"
+        except PacelineError as error:
+            if not ranks.survives_failure:
+                raise
+            outcome, reason = "failed", failure_reason(error)
+    for index, variant in enumerate(case.variants):
+        yield Record(
+            kind="ddp",
+            case=case_fields(case, variant, ranks),
+            environment=current_environment(),
+            metrics={} if results is None else _metrics(results[index], results[0]),
+            outcome=outcome,
+            reason=reason,
+        )
+        if results is not None:
+            yield from _predictions(case, variant, results[index], ranks)
+
+
+def _predictions(
+    case: DataParallelCase, variant: Variant, result: VariantResult, ranks: MeasuringRanks
+) -> Iterator[Record]:
+    """Yields what an automatic choice expected of every bucket size."""
+    choice = result.choice
+    if choice is None:
+        return
+    for size, candidate in choice.candidates.items():
+        metrics = {
+            EXPOSED: candidate.exposed_s,
+            "num_messages": candidate.num_buckets,
+            "gradient_bytes": result.memory["gradient_bytes"],
+            "latency_s": choice.call_s,
+            "algorithm_bandwidth_bytes_per_s": choice.bytes_per_s,
+        }
+        yield Record(
+            kind=PREDICTION,
+            case={
+                PREDICTS: "ddp",
+                **case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
+            },
+            environment=current_environment(),
+            metrics={
+                name: Metric(value=value) for name, value in metrics.items() if value is not None
+            },
+            outcome="ok",
+        )
+
+
+def _measure(
+    sweep: DataParallelSweep,
+    case: DataParallelCase,
+    ranks: MeasuringRanks,
+    on_progress: Progress,
+) -> list[VariantResult]:
+    prepare_and_warm_up(sweep, case, ranks, on_progress)
+    # Every rank adds up the same times, the slowest one's, so that all stop after the same round.
+    elapsed_s = 0.0
+    for completed in range(sweep.rounds):
+        elapsed_s += ranks.run(run_round, True)
+        on_progress(sweep.warmup + completed + 1, sweep.num_rounds)
+        if elapsed_s > sweep.time_limit_s:
+            break
+    results: list[VariantResult] = ranks.run(collect)
+    for variant, result in zip(case.variants, results, strict=True):
+        if result.choice is not None and ranks.is_first:
+            _logger.info("%s: %s", variant.label, result.choice.explain())
+    return results
+
+
+def _metrics(result: VariantResult, baseline: VariantResult) -> dict[str, Metric]:
+    metrics = {name: Metric.from_samples(values) for name, values in result.samples.items()}
+    if result is not baseline:
+        metrics["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
+    if result.choice is not None:
+        metrics["chosen_bucket_size_mb"] = Metric(value=result.choice.bucket_size_mb)
+    metrics["num_messages"] = Metric(value=result.num_messages)
+    return metrics | {name: Metric(value=value) for name, value in result.memory.items()}
+
+
+def case_fields(
+    case: DataParallelCase, variant: Variant, ranks: MeasuringRanks
+) -> dict[str, CaseValue]:
+    """Returns the case of the record of one strategy."""
+    fields = strategy_case_fields(case.step, variant, ranks)
+    rounds = fields.pop("steps")
+    return {**fields, "baseline": case.variants[0].label, "rounds": rounds}

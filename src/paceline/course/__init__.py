@@ -1,0 +1,1 @@
+"""The courses' answers, on top of everything: nothing below knows a course."""

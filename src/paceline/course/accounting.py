@@ -1,0 +1,248 @@
+"""The courses' communication accounting of a model too large for any device, with its working.
+
+The model is a stack of feed-forward blocks of two plain matrices. Weights, gradients and Adam's
+moments are float32, what is saved for backward bfloat16. Where a question leaves a convention open,
+both answers are given: GB or GiB, and communications that add up or overlap.
+"""
+
+import math
+
+from paceline.accounting.communication.compute_bound import (
+    Communications,
+    best_fsdp,
+    smallest_batch_tokens,
+    smallest_batch_tokens_of_any_mesh,
+)
+from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import ShapeError
+from paceline.core.specs import ModelShape
+from paceline.core.units import (
+    Gibibytes,
+    Gigabytes,
+    bytes_of_gibibytes,
+    bytes_of_gigabytes,
+    format_gibibytes,
+    format_gigabytes,
+    to_gibibytes,
+    to_gigabytes,
+)
+
+_STATE_BYTES = 16  # Of a parameter: weight, gradient and two moments in float32.
+_ACTIVATION_BYTES = 2
+# What is sold as so many "G" may be meant either way.
+_H100_SIZE = 80
+_TPU_SIZE = 95
+_COMPUTE = 4.6e14
+_BANDWIDTH = 2 * 9e10
+_FSDP_AXES, _TENSOR_AXES = 2, 1
+_FSDP, _TENSOR = 16, 4
+_EXAMPLE_TOKENS = 4096
+_CONVENTIONS: tuple[tuple[Communications, str], ...] = (
+    ("add", "one after the other"),
+    ("overlap", "at the same time"),
+)
+
+
+def account(shape: ModelShape) -> tuple[Explanation, ...]:
+    """Answers the four questions for a model of plain feed-forward blocks."""
+    if shape.feed_forward != "linear" or shape.num_heads or shape.vocab_size:
+        raise ShapeError(
+            "this accounting is for models of two plain matrices per block, without attention, "
+            "embedding or output layer, such as xxl"
+        )
+    return (
+        _memory(shape),
+        _sharded_memory(shape),
+        _fixed_mesh(shape),
+        _any_mesh(shape),
+    )
+
+
+def saved_bytes_per_token(shape: ModelShape) -> int:
+    """Returns what backward needs of one token: the inputs of all matrices."""
+    return _ACTIVATION_BYTES * shape.num_layers * (shape.d_model + shape.d_ff)
+
+
+def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
+    """Returns how many devices of a size hold so many bytes, if it is in GB, and if in GiB."""
+    return (
+        math.ceil(num_bytes / bytes_of_gigabytes(Gigabytes(size))),
+        math.ceil(num_bytes / bytes_of_gibibytes(Gibibytes(size))),
+    )
+
+
+def _memory(shape: ModelShape) -> Explanation:
+    num_parameters = count_parameters(shape).total
+    states = _STATE_BYTES * num_parameters
+    saved = saved_bytes_per_token(shape)
+    in_gb, in_gib = _num_devices(states, _H100_SIZE)
+    return Explanation(
+        question="(a) States on one device, and what is saved for backward",
+        assumptions=(
+            "float32 weights, accumulated gradients and two moments: 16 bytes per parameter",
+            "bfloat16 inputs of both matrices of every block saved; activations come on top",
+        ),
+        steps=(
+            Step(
+                formula="P = L · 2 · d_model · d_ff",
+                numbers=f"{shape.num_layers} · 2 · {shape.d_model} · {shape.d_ff}",
+                result=f"{num_parameters:,} parameters",
+            ),
+            Step(
+                formula="states = 16 P",
+                numbers=f"16 · {num_parameters:,}",
+                result=f"{format_gigabytes(to_gigabytes(states), 1)} = "
+                f"{format_gibibytes(to_gibibytes(states))}",
+            ),
+            Step(
+                formula="saved per token = 2 L (d_model + d_ff)",
+                numbers=f"2 · {shape.num_layers} · ({shape.d_model} + {shape.d_ff})",
+                result=f"{saved:,} bytes",
+            ),
+            Step(
+                formula="devices = ceil(states / 80 GiB), or of 80 GB",
+                numbers=f"{to_gibibytes(states):,.1f} / 80, or {to_gigabytes(states):,.1f} / 80",
+                result=f"{in_gib}, or {in_gb} H100 before activations",
+            ),
+        ),
+        values={
+            "num_parameters": num_parameters,
+            "state_bytes": states,
+            "saved_bytes_per_token": saved,
+            "devices_of_80_gib": in_gib,
+            "devices_of_80_gb": in_gb,
+        },
+    )
+
+
+def _sharded_memory(shape: ModelShape) -> Explanation:
+    states = _STATE_BYTES * count_parameters(shape).total
+    saved = saved_bytes_per_token(shape)
+    in_gb, in_gib = _num_devices(states, _TPU_SIZE)
+    capacity = bytes_of_gibibytes(Gibibytes(_TPU_SIZE))
+    half = saved * _EXAMPLE_TOKENS / 2
+    with_tokens = math.ceil((states + half) / (capacity - half))
+    most_tokens = 2 * capacity / saved
+    return Explanation(
+        question="(b) States and half of the activations sharded over N devices of 95 GiB",
+        assumptions=(
+            "A bytes saved for backward on each device, of which every second layer's are sharded",
+        ),
+        steps=(
+            Step(
+                formula="M = (16 P + A / 2) / N + A / 2",
+                numbers="A -> 0, so that M = 16 P / N = 95 GiB or 95 GB",
+                result=f"N = {in_gib} in GiB, {in_gb} in GB",
+            ),
+            Step(
+                formula="N = ceil((16 P + A / 2) / (M - A / 2))",
+                numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = "
+                f"{format_gigabytes(to_gigabytes(2 * half), 1)}",
+                result=f"N = {with_tokens}",
+            ),
+            Step(
+                formula="A / 2 < M",
+                numbers=f"tokens < 2 · {format_gigabytes(to_gigabytes(capacity), 1)} / "
+                f"{saved:,} bytes",
+                result=f"{most_tokens:,.0f} tokens per device are too many for any N",
+            ),
+        ),
+        values={
+            "devices_of_95_gib": in_gib,
+            "devices_of_95_gb": in_gb,
+            "devices_with_4096_tokens": with_tokens,
+            "most_tokens_per_device": most_tokens,
+        },
+    )
+
+
+def _fixed_mesh(shape: ModelShape) -> Explanation:
+    gamma = _COMPUTE / _BANDWIDTH
+    num_devices = _FSDP * _TENSOR
+    steps = [
+        Step(
+            formula="gamma = C / W",
+            numbers=f"{_COMPUTE:.2g} / {_BANDWIDTH:.2g}",
+            result=f"{gamma:,.1f} FLOPs per byte",
+        )
+    ]
+    values = {"gamma": gamma}
+    for communications, phrase in _CONVENTIONS:
+        batch = float(
+            smallest_batch_tokens(
+                gamma,
+                shape.d_ff,
+                fsdp=_FSDP,
+                tensor=_TENSOR,
+                fsdp_axes=_FSDP_AXES,
+                tensor_axes=_TENSOR_AXES,
+                communications=communications,
+            )
+        )
+        values[f"batch_tokens_{communications}"] = batch
+        joined = "+" if communications == "add" else "and also"
+        steps.append(
+            Step(
+                formula=f"F / (Y M_X) {joined} B / (X M_Y) < B F / (N gamma), {phrase}",
+                numbers=f"{shape.d_ff} / ({_TENSOR} · {_FSDP_AXES}) {joined} "
+                f"B / ({_FSDP} · {_TENSOR_AXES}) < "
+                f"B · {shape.d_ff} / ({num_devices} · {gamma:,.1f})",
+                result=f"B > {batch:,.0f} tokens, {batch / num_devices:,.0f} per device",
+            )
+        )
+    return Explanation(
+        question=f"(c) Compute-bound forward on {_FSDP} by {_TENSOR} devices (FSDP by tensor)",
+        assumptions=(
+            "a TPU v5p: C = 4.6e14 FLOP/s, W = 2 · 9e10 bytes/s per axis; M_X = 2, M_Y = 1",
+            "bfloat16 weights and activations on the wire",
+        ),
+        steps=tuple(steps),
+        values=values,
+    )
+
+
+def _any_mesh(shape: ModelShape) -> Explanation:
+    gamma = _COMPUTE / _BANDWIDTH
+    num_devices = _FSDP * _TENSOR
+    steps, values = [], {}
+    for communications, phrase in _CONVENTIONS:
+        batch = float(
+            smallest_batch_tokens_of_any_mesh(
+                gamma,
+                shape.d_ff,
+                num_devices=num_devices,
+                fsdp_axes=_FSDP_AXES,
+                tensor_axes=_TENSOR_AXES,
+                communications=communications,
+            )
+        )
+        fsdp = float(
+            best_fsdp(
+                batch,
+                shape.d_ff,
+                num_devices=num_devices,
+                fsdp_axes=_FSDP_AXES,
+                tensor_axes=_TENSOR_AXES,
+            )
+        )
+        values[f"batch_tokens_{communications}"] = batch
+        values[f"tensor_{communications}"] = num_devices / fsdp
+        factor = "4 · " if communications == "add" else ""
+        steps.append(
+            Step(
+                formula=f"B = {factor}N gamma² / (F M_X M_Y), {phrase}",
+                numbers=f"{factor}{num_devices} · {gamma:,.1f}² / "
+                f"({shape.d_ff} · {_FSDP_AXES} · {_TENSOR_AXES})",
+                result=f"B > {batch:,.0f} tokens, at Y = {num_devices / fsdp:.1f}",
+            )
+        )
+    return Explanation(
+        question="(d) A smaller batch, still compute-bound: choose X and Y again",
+        assumptions=(
+            "the split X = sqrt(B N M_X / (F M_Y)), not rounded to whole devices",
+            "neither pipeline stages nor gathers in fewer bits, which would lower it further",
+        ),
+        steps=tuple(steps),
+        values=values,
+    )

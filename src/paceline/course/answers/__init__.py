@@ -1,0 +1,1 @@
+"""One module per group of questions: records in, blocks of a document out."""

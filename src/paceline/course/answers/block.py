@@ -1,0 +1,25 @@
+"""A block of findings about records that were measured together."""
+
+from collections.abc import Iterable, Sequence
+
+from paceline.records import Record
+from paceline.reports.document.model import Block, Picture
+from paceline.reports.evidence.provenance import describe_environments, describe_place
+from paceline.reports.tables.table import Table
+
+
+def measured_block(
+    group: Sequence[Record],
+    *,
+    tables: Iterable[Table],
+    commentary: Iterable[str],
+    pictures: Iterable[Picture] = (),
+) -> Block:
+    """Says where records of one place were measured, and with what, around what they show."""
+    return Block(
+        heading=describe_place(group[0]),
+        tables=tuple(tables),
+        pictures=tuple(pictures),
+        commentary=tuple(commentary),
+        places=describe_environments(group),
+    )

@@ -1,0 +1,197 @@
+"""What traces of a step answer: which work it is made of, and what its memory is for."""
+
+from collections.abc import Sequence
+
+from paceline.accounting import saved_for_backward_bytes, step_memory
+from paceline.core.presets import model_preset
+from paceline.core.specs import BatchShape, precision_preset
+from paceline.core.units import MIB, format_binary_bytes
+from paceline.course.answers.block import measured_block
+from paceline.course.commentary.memory import memory_sentences
+from paceline.course.commentary.operators import comparable_flops, operator_sentences
+from paceline.course.commentary.phrases import times
+from paceline.records import Record, join_key
+from paceline.reports.document.model import Block
+from paceline.reports.document.pictures import draw_picture, picture_of
+from paceline.reports.evidence.fields import case_number
+from paceline.reports.evidence.groups import Evidence, comparable_groups
+from paceline.reports.evidence.profile_runs import ProfileRun, find_profile_runs, subject_of
+from paceline.reports.evidence.provenance import describe_environments, describe_place, same_run
+from paceline.reports.plots.operators import plot_work
+from paceline.reports.tables.profile import (
+    attention_table,
+    flops_table,
+    memory_table,
+    operator_table,
+    work_table,
+)
+from paceline.reports.tables.table import Table, records_table
+from paceline.traces.records import ALL_OPERATORS
+
+_COURSE_MODEL = "2.7B"
+_COURSE_CONTEXTS = (128, 256, 512)
+_LARGEST_SHOWN = 6
+
+
+def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
+    """Answers which work a forward pass and a whole training step are made of."""
+    blocks: list[Block] = []
+    for run in find_profile_runs(evidence):
+        if not run.in_range("forward", of_kinds=False):
+            continue
+        sentences = operator_sentences(run, evidence.find("step"))
+        kinds = [each for each in run.operators if each.case["operator"] == ALL_OPERATORS]
+        place = "" if run.memory is None else f"; {describe_place(run.memory)}"
+        blocks.append(
+            Block(
+                heading=f"{run.subject}{place}",
+                tables=_profile_tables(run),
+                pictures=(
+                    picture_of(
+                        plot_work(kinds, run.subject),
+                        f"work-{len(blocks)}",
+                        "Time of each phase of a step, divided by kind of work",
+                    ),
+                ),
+                commentary=tuple(sentences),
+                places=describe_environments(run.operators),
+            )
+        )
+    return tuple(blocks)
+
+
+def _profile_tables(run: ProfileRun) -> tuple[Table, ...]:
+    ranges = {record.case["range"] for record in run.operators}
+    tables = [work_table(run.operators, run.subject)]
+    tables.extend(
+        operator_table(run.operators, run.subject, phase)
+        for phase in ("forward", "backward")
+        if phase in ranges
+    )
+    if "attention_softmax" in ranges:
+        tables.append(attention_table(run.operators, run.subject))
+    expected = comparable_flops(run)
+    if expected:
+        tables.append(flops_table([*run.operators, *expected]))
+    return tuple(tables)
+
+
+def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
+    """Answers what memory is for over a step, by context, phase and format."""
+    blocks = []
+    predictions = [each for each in evidence.predictions("memory_timeline") if each.metrics]
+    expected = {join_key(record) for record in predictions}
+    joined = [
+        record
+        for record in evidence.find("memory_timeline")
+        if join_key(record) in expected and record.metrics
+    ]
+    groups = comparable_groups(joined, ("phase", "context", "precision"))
+    for number, group in enumerate(groups):
+        ordered = sorted(
+            group,
+            key=lambda record: (
+                str(record.case["precision"]) != "float32",
+                str(record.case["phase"]),
+                case_number(record, "context"),
+            ),
+        )
+        drawn = _drawn(ordered)
+        allocations = _allocations(evidence, [*drawn[::-1], *ordered[::-1]])
+        tables = [memory_table([*ordered, *predictions])]
+        if allocations:
+            tables.append(records_table(allocations))
+        blocks.append(
+            measured_block(
+                group,
+                tables=tables,
+                pictures=(
+                    draw_picture(
+                        "memory-timeline",
+                        drawn,
+                        f"memory-timeline-{number}",
+                        "Memory over a step, stacked by what it is for",
+                    ),
+                ),
+                commentary=memory_sentences(ordered, allocations),
+            )
+        )
+    return tuple(blocks)
+
+
+def _drawn(records: Sequence[Record]) -> list[Record]:
+    """Chooses a forward pass and a whole step at one context, the longest that both have."""
+    full = [record for record in records if record.case["precision"] == "float32"] or list(records)
+    by_context: dict[float, list[Record]] = {}
+    for record in full:
+        by_context.setdefault(case_number(record, "context"), []).append(record)
+    return max(by_context.items(), key=lambda item: (len(item[1]), item[0]))[1]
+
+
+def _allocations(evidence: Evidence, records: Sequence[Record]) -> list[Record]:
+    """Returns the largest allocations of the first of the steps for which they are known."""
+    for record in records:
+        found = [
+            allocation
+            for allocation in evidence.find("allocation", subject=subject_of(record))
+            if same_run(allocation, record) and allocation.metrics
+        ]
+        if found:
+            return sorted(found, key=lambda each: case_number(each, "number"))[:_LARGEST_SHOWN]
+    return []
+
+
+def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
+    """Calculates the courses' model, which few machines hold."""
+    shape = model_preset(_COURSE_MODEL)
+    rows = []
+    peaks = []
+    for context in _COURSE_CONTEXTS:
+        batch = BatchShape(num_sequences=4, context_length=context)
+        stream = 4 * batch.tokens_per_pass * shape.d_model
+        scores = 4 * batch.num_sequences * shape.num_heads * context**2
+        step = step_memory(shape, batch, precision_preset("float32"), "none", 1, attention="naive")[
+            "before_step"
+        ]
+        saved = saved_for_backward_bytes(shape, batch, attention="naive")
+        peaks.append(step.total)
+        rows.append(
+            (
+                str(context),
+                f"{stream / MIB:g} MiB",
+                format_binary_bytes(scores),
+                format_binary_bytes(saved),
+                format_binary_bytes(step.total - step.activations),
+                format_binary_bytes(step.total),
+            )
+        )
+    widest = 4 * shape.d_model * shape.d_ff
+    last_scores = 4 * 4 * shape.num_heads * _COURSE_CONTEXTS[-1] ** 2
+    larger = "the scores" if last_scores > widest else "a weight matrix"
+    return (
+        Block(
+            heading=f"{_COURSE_MODEL}, batch 4, float32, calculated",
+            tables=(
+                Table(
+                    headers=(
+                        *("context", "residual stream", "scores of a layer"),
+                        *("saved for backward", "states and gradients", "peak of a training step"),
+                    ),
+                    rows=tuple(rows),
+                    caption="one rank, attention that stores its scores, second step and later",
+                ),
+            ),
+            commentary=(
+                f"A tensor of the residual stream is 4 · batch · context · d_model bytes: "
+                f"{rows[0][1]} at context {rows[0][0]}, {rows[-1][1]} at {rows[-1][0]}.",
+                f"The peak grows from {rows[0][-1]} to {rows[-1][-1]}, "
+                f"{times(peaks[-1] / peaks[0])} as much: while activations are fewer than "
+                "gradients, the latter take their place in backward. A profile that shows the same "
+                "at every context saw only the first step, in which moments come after activations "
+                "have gone.",
+                f"The largest allocation at context {_COURSE_CONTEXTS[-1]} is {larger}: "
+                f"{format_binary_bytes(max(last_scores, widest))}, and each SwiGLU matrix is "
+                f"{format_binary_bytes(widest)}.",
+            ),
+        ),
+    )

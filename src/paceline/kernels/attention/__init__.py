@@ -1,0 +1,1 @@
+"""FlashAttention-2: the function, its backends, and their oracle."""

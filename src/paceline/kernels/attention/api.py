@@ -1,0 +1,277 @@
+"""Attention whose memory grows linearly with the sequence: one function over several backends.
+
+On CUDA the Triton kernels of this room compute it, elsewhere, and where they cannot, torch's fused
+attention; tiled PyTorch does so on request. `explain_backend` tells which one it will be, and why.
+A backend that was asked for and cannot is an error that says what to do.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.core.errors import UsageError
+from paceline.core.specs import AttentionImplementation, AttentionKind, require_choice
+from paceline.kernels.attention.layout import CausalAlign, causal_diagonal, default_scale
+from paceline.kernels.attention.op import BackendName, attention_op
+from paceline.kernels.attention.reference import attention_reference
+from paceline.kernels.attention.triton.tile_sizes import LARGEST_HEAD_DIM
+
+AttentionBackend = Literal["auto", "sdpa", "tiled", "triton"]
+
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendChoice:
+    """Which backend computes attention, and why."""
+
+    backend: BackendName
+    """Its name."""
+    reason: str
+    """Why it and no other, in words."""
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+def explain_backend(
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
+    backend: AttentionBackend = "auto",
+) -> BackendChoice:
+    """Says which backend `flash_attention` uses for such tensors, and why.
+
+    Args:
+        device: Where the tensors are.
+        dtype: Their format.
+        head_dim: Width of a head.
+        backend: What is asked for; auto leaves the choice.
+    """
+    require_choice("attention", "backend", backend, AttentionBackend)
+    if backend != "auto":
+        return BackendChoice(backend=backend, reason="it was asked for")
+    device = torch.device(device)
+    if device.type == "cpu":
+        return BackendChoice(
+            backend="sdpa", reason="on CPUs torch's fused kernel is the fastest; Triton has none"
+        )
+    if device.type != "cuda":
+        return BackendChoice(
+            backend="sdpa", reason=f"there are no kernels of ours for {device.type!r}"
+        )
+    obstacle = _triton_obstacle(device)
+    if dtype == torch.float64:
+        obstacle = "they do not compute in float64"
+    elif head_dim > LARGEST_HEAD_DIM:
+        obstacle = f"they take heads of up to {LARGEST_HEAD_DIM} numbers, these have {head_dim}"
+    if obstacle is not None:
+        return BackendChoice(
+            backend="sdpa", reason=f"the Triton kernels cannot be used: {obstacle}"
+        )
+    return BackendChoice(
+        backend="triton", reason="on CUDA devices the Triton kernels compute attention"
+    )
+
+
+@functools.cache  # It is asked in every layer of every step.
+def _triton_obstacle(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; pip install 'paceline[triton]'"
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_CAPABILITY:
+        return f"they need compute capability 8.0, this device has {'.'.join(map(str, capability))}"
+    return None
+
+
+# What torch.compiler.assume_constant_result does. The decorator itself imports torch's compiler,
+# for which every program would wait more than a second.
+_triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    causal_align: CausalAlign = "top_left",
+    return_lse: Literal[False] = False,
+    backend: AttentionBackend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    causal_align: CausalAlign = "top_left",
+    return_lse: Literal[True],
+    backend: AttentionBackend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    causal_align: CausalAlign = "top_left",
+    return_lse: bool = False,
+    backend: AttentionBackend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes softmax(scale Q Kᵀ) V without ever storing the scores.
+
+    Args:
+        query: (batch, heads, queries, head_dim).
+        key: (batch, kv_heads, keys, head_dim); each of fewer heads serves a group of queries'.
+        value: As key.
+        causal: Whether a query sees only keys up to its own position.
+        scale: What scores are multiplied with; 1 / sqrt(head_dim) unless given.
+        causal_align: Where lengths differ: top_left lets the first query see the first key,
+            bottom_right the last query the last key, as in generation with a cache. A query
+            that sees no key gets zeros.
+        return_lse: Also return the logarithm of each query's sum of exponentials, (batch, heads,
+            queries), in float32 or for float64 in that; it can be differentiated, and joins
+            outputs over parts of keys.
+        backend: What computes it; `explain_backend` says what auto means.
+    """
+    _validate(query, key, value)
+    chosen = explain_backend(
+        query.device, dtype=query.dtype, head_dim=query.shape[-1], backend=backend
+    ).backend
+    if chosen == "sdpa" and query.device.type != "cpu":
+        if return_lse:
+            raise UsageError(
+                f"attention: torch's fused attention on {query.device.type!r} does not return "
+                'the logarithms of the sums; use backend="triton" or "tiled", or return_lse=False'
+            )
+        return _torch_attention(query, key, value, causal, scale, causal_align)
+    diagonal = causal_diagonal(query.shape[-2], key.shape[-2], causal=causal, align=causal_align)
+    output, lse = attention_op(query, key, value, diagonal, default_scale(query, scale), chosen)
+    return (output, lse) if return_lse else output
+
+
+def resolve_implementation(
+    implementation: AttentionImplementation, device: torch.device | str
+) -> AttentionKind:
+    """Returns what a model's implementation of attention comes down to on a device.
+
+    Args:
+        implementation: As a model's configuration has it; auto leaves the choice.
+        device: Where it is to run.
+    """
+    if implementation == "naive":
+        return "naive"
+    return explain_backend(device, backend=implementation).backend
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    implementation: AttentionImplementation,
+) -> Tensor:
+    """Computes attention as the model's configuration names it: naive stores all scores.
+
+    Args:
+        query: (batch, heads, queries, head_dim).
+        key: (batch, key heads, keys, head_dim).
+        value: As the keys.
+        causal: Whether a query sees only the keys up to its own position.
+        implementation: A backend of `flash_attention`, or naive.
+    """
+    if implementation != "naive":
+        return flash_attention(query, key, value, causal=causal, backend=implementation)
+    if query.shape[1] != key.shape[1]:
+        group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(group, dim=1)
+        value = value.repeat_interleave(group, dim=1)
+    return attention_reference(query, key, value, causal=causal)
+
+
+def _torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float | None,
+    causal_align: CausalAlign,
+) -> Tensor:
+    """Lets torch choose among its kernels for the device; in float64 it stores the scores."""
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    diagonal = causal_diagonal(num_queries, num_keys, causal=causal, align=causal_align)
+    # Queries that see nothing would be NaN there.
+    num_blind = 0 if diagonal is None else max(0, -diagonal)
+    mask = None
+    if diagonal is not None and diagonal > 0:
+        from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
+
+        mask = causal_lower_right(num_queries, num_keys)
+    output = F.scaled_dot_product_attention(
+        query[:, :, num_blind:],
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return F.pad(output, (0, 0, num_blind, 0)) if num_blind else output
+
+
+def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises where the tensors do not fit; it is on the way of every call, so it is quick."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        problem = "each tensor must be (batch, heads, sequence, head_dim)"
+    elif key.shape != value.shape:
+        problem = "key and value must have the same shape"
+    elif query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        problem = "batch and head_dim must agree"
+    elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        problem = "the query's heads must be a multiple of the key's"
+    elif not query.device == key.device == value.device:
+        problem = "the tensors must be on one device"
+    elif query.shape[3] == 0:
+        problem = "head_dim must be at least 1"
+    elif not {query.dtype, key.dtype, value.dtype} <= _DTYPES:
+        known = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
+        problem = f"the formats must be of {known}"
+    elif not query.dtype == key.dtype == value.dtype and not _may_be_cast(query, key, value):
+        problem = "the tensors must have one format; convert them, or use torch.autocast"
+    else:
+        return
+    got = "; ".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    raise UsageError(f"attention: {problem}, got {got}")
+
+
+def _may_be_cast(*tensors: Tensor) -> bool:
+    """Says whether autocast gives all of them one format; it leaves float64 alone."""
+    device_type = tensors[0].device.type
+    return (
+        torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+        and all(tensor.dtype != torch.float64 for tensor in tensors)
+    )

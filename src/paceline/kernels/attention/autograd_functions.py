@@ -1,0 +1,63 @@
+"""FlashAttention-2 as the two autograd functions that the courses' tests call.
+
+Both are applied as ``apply(query, key, value, is_causal)`` to (batch, sequence, head_dim), and of
+what they save for backward exactly one tensor, the logarithms of the sums, is (batch, queries).
+For anything else `flash_attention` is the better door: autocast, for one, does not look inside of
+an autograd function.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.kernels.attention.layout import causal_diagonal, default_scale
+from paceline.kernels.attention.op import BackendName, attend, attend_backward
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """Attention of a single head by the backend that a subclass names."""
+
+    backend: ClassVar[BackendName]
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False
+    ) -> Tensor:
+        """Computes the output."""
+        ctx.options = {
+            "diagonal": causal_diagonal(
+                query.shape[-2], key.shape[-2], causal=is_causal, align="top_left"
+            ),
+            "scale": default_scale(query, None),
+            "backend": cls.backend,
+        }
+        output, lse = attend(
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), **ctx.options
+        )
+        output, lse = output.squeeze(1), lse.squeeze(1)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @classmethod
+    @once_differentiable
+    def backward(cls, ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of query, key and value."""
+        query, key, value, output, lse = (tensor.unsqueeze(1) for tensor in ctx.saved_tensors)
+        gradients = attend_backward(
+            *(output_gradient.unsqueeze(1), None, query, key, value, output, lse), **ctx.options
+        )
+        return *(gradient.squeeze(1) for gradient in gradients), None
+
+
+class TiledAttentionFunction(_AttentionFunction):
+    """Attention by tiles in PyTorch."""
+
+    backend = "tiled"
+
+
+class TritonAttentionFunction(_AttentionFunction):
+    """Attention by the Triton kernels."""
+
+    backend = "triton"

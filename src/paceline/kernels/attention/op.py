@@ -1,0 +1,187 @@
+"""Attention and its backward as operators of torch, so that everything in torch can handle them.
+
+Autograd, torch.compile and autocast each learn here what they need: a formula, the shapes of the
+results without computing them, and to which format inputs are cast. The operators take whichever
+backend they are told; choosing one is not their business.
+
+They are defined through `torch.library.Library` because `torch.library.custom_op`, which is the
+same in fewer lines, adds 0.15 ms to a call: 2% of attention over 1,024 tokens.
+"""
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import UsageError
+from paceline.core.specs import require_choice
+from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+
+BackendName = Literal["sdpa", "tiled", "triton"]
+
+
+class _Forward(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, diagonal: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        output_gradient: Tensor,
+        lse_gradient: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        diagonal: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Backend(NamedTuple):
+    """Something that computes both passes."""
+
+    forward: _Forward
+    backward: _Backward
+
+
+def find_backend(name: str) -> Backend:
+    """Returns the backend of that name; each is imported when it is first used."""
+    require_choice("attention", "backend", name, BackendName)
+    if name == "triton":
+        try:
+            from paceline.kernels.attention.triton.backend import triton_backward, triton_forward
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "attention: the Triton backend needs the package triton: pip install "
+                '\'paceline[triton]\', or use backend="sdpa" or "tiled"'
+            ) from error
+        return Backend(triton_forward, triton_backward)
+    if name == "tiled":
+        from paceline.kernels.attention.tiled import tiled_backward, tiled_forward
+
+        return Backend(tiled_forward, tiled_backward)
+    from paceline.kernels.attention.sdpa import sdpa_backward, sdpa_forward
+
+    return Backend(sdpa_forward, sdpa_backward)
+
+
+_LIBRARY = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attention(Tensor query, Tensor key, Tensor value, SymInt? diagonal, float scale, str backend)"
+    " -> (Tensor output, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attention_backward(Tensor output_gradient, Tensor? lse_gradient, Tensor query, Tensor key, "
+    "Tensor value, Tensor output, Tensor lse, SymInt? diagonal, float scale, str backend)"
+    " -> (Tensor query_gradient, Tensor key_gradient, Tensor value_gradient)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+attention_op = torch.ops.paceline.attention.default
+"""Returns the output and the logarithm of each query's sum of exponentials."""
+attention_backward_op = torch.ops.paceline.attention_backward.default
+"""Returns the gradients of query, key and value."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Computes the first operator; where there is nothing to see, no backend is asked."""
+    if query.numel() == 0 or key.numel() == 0:
+        output, lse = _shapes_of_results(query, key, value, diagonal, scale, backend)
+        return output.zero_(), lse.fill_(float("-inf"))
+    return find_backend(backend).forward(query, key, value, diagonal=diagonal, scale=scale)
+
+
+def attend_backward(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    diagonal: int | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the second operator."""
+    if query.numel() == 0 or key.numel() == 0:
+        of_query, of_key, of_value = (empty_like_heads(tensor) for tensor in (query, key, value))
+        return of_query.zero_(), of_key.zero_(), of_value.zero_()
+    return find_backend(backend).backward(
+        *(output_gradient, lse_gradient, query, key, value, output, lse),
+        diagonal=diagonal,
+        scale=scale,
+    )
+
+
+def _shapes_of_results(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return empty_output(query), empty_lse(query, backend)
+
+
+def _shapes_of_gradients(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    diagonal: int | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    query, key, value, ctx.diagonal, ctx.scale, ctx.backend = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-def]
+    query, key, value, output, lse = ctx.saved_tensors
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(output)
+    gradients = attention_backward_op(
+        *(output_gradient, lse_gradient, query, key, value, output, lse),
+        *(ctx.diagonal, ctx.scale, ctx.backend),
+    )
+    return *gradients, None, None, None
+
+
+def _cast_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Casts to the format that autocast is set to; like torch's own, it leaves float64 alone."""
+    device_type = query.device.type
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        query, key, value = (
+            tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+            for tensor in (query, key, value)
+        )
+        results: tuple[Tensor, Tensor] = attention_op(query, key, value, diagonal, scale, backend)
+        return results
+
+
+_LIBRARY.impl("attention", attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "attention_backward", attend_backward, "CompositeExplicitAutograd"
+)
+for _key in ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"):
+    _LIBRARY.impl("attention", _cast_and_attend, _key)  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::attention", _shapes_of_results, lib=_LIBRARY)
+torch.library.register_fake("paceline::attention_backward", _shapes_of_gradients, lib=_LIBRARY)
+torch.library.register_autograd(
+    "paceline::attention", _propagate, setup_context=_keep_for_backward, lib=_LIBRARY
+)

@@ -1,0 +1,158 @@
+"""Attention by torch's fused kernel for CPUs, which also gives the logarithms of the sums.
+
+The kernel knows one causal mask, the one whose diagonal starts at the first query and key. Other
+diagonals are made of it: queries that see nothing are left out, and keys that every query sees
+are a piece of their own. The outputs of two pieces are mixed by their sums, and backward of each
+piece follows from the sums of the whole, so nothing of size s × s is ever stored.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.tiled import tiled_backward, tiled_forward
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Piece(NamedTuple):
+    """The queries from one on, and a range of keys, with or without a mask between them."""
+
+    first_query: int
+    first_key: int
+    end_key: int
+    causal: bool
+
+
+def plan_pieces(num_queries: int, num_keys: int, diagonal: int | None) -> list[Piece]:
+    """Divides what is visible into pieces that the kernel computes; none where nothing is."""
+    if diagonal is None or diagonal >= num_keys - 1:
+        return [Piece(0, 0, num_keys, causal=False)]
+    if diagonal <= -num_queries:
+        return []
+    if diagonal <= 0:
+        return [Piece(-diagonal, 0, num_keys, causal=True)]
+    if num_queries == 1:
+        return [Piece(0, 0, diagonal + 1, causal=False)]
+    return [Piece(0, 0, diagonal, causal=False), Piece(0, diagonal, num_keys, causal=True)]
+
+
+def sdpa_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, diagonal: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logarithm of each query's sum of exponentials."""
+    if scale <= 0:
+        return _tiled_instead(query, key, value, diagonal, scale)
+    query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
+    pieces = plan_pieces(query.shape[2], key.shape[2], diagonal)
+    results = [
+        _forward(
+            query[:, :, piece.first_query :],
+            key[:, :, piece.first_key : piece.end_key],
+            value[:, :, piece.first_key : piece.end_key],
+            is_causal=piece.causal,
+            scale=scale,
+        )
+        for piece in pieces
+    ]
+    if not pieces or pieces[0].first_query:
+        return _below_blind(query, results)
+    if len(results) == 2:
+        return _mixed(query, results)
+    output, lse = results[0]
+    return output, lse
+
+
+def sdpa_backward(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value.
+
+    The kernel knows no gradient of the logarithms: with one, the tiles of PyTorch compute it.
+    """
+    if lse_gradient is not None or scale <= 0:
+        return tiled_backward(
+            *(output_gradient, lse_gradient, query, key, value, output, lse),
+            diagonal=diagonal,
+            scale=scale,
+        )
+    tensors = [_with_unit_stride(tensor) for tensor in (output_gradient, query, key, value, output)]
+    pieces = plan_pieces(query.shape[2], key.shape[2], diagonal)
+    if len(pieces) == 1 and pieces[0][:3] == (0, 0, key.shape[2]):
+        return _piece_gradients(tensors, lse, pieces[0], scale)
+    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+    for gradient in gradients:
+        gradient.zero_()
+    for piece in pieces:
+        keys = slice(piece.first_key, piece.end_key)
+        of_query, of_key, of_value = _piece_gradients(tensors, lse, piece, scale)
+        gradients[0][:, :, piece.first_query :] += of_query
+        gradients[1][:, :, keys] = of_key
+        gradients[2][:, :, keys] = of_value
+    return gradients
+
+
+def _piece_gradients(
+    tensors: Sequence[Tensor], lse: Tensor, piece: Piece, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    output_gradient, query, key, value, output = tensors
+    seeing = slice(piece.first_query, None)
+    keys = slice(piece.first_key, piece.end_key)
+    gradients: tuple[Tensor, Tensor, Tensor] = _backward(
+        output_gradient[:, :, seeing],
+        query[:, :, seeing],
+        key[:, :, keys],
+        value[:, :, keys],
+        output[:, :, seeing],
+        lse[:, :, seeing],
+        0.0,
+        piece.causal,
+        scale=scale,
+    )
+    return gradients
+
+
+def _tiled_instead(
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes what the kernel cannot: it multiplies -inf, its mask, with the scale."""
+    output, lse = tiled_forward(query, key, value, diagonal=diagonal, scale=scale)
+    return output, empty_lse(query, "sdpa").copy_(lse)
+
+
+def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Puts the queries that see nothing before those that do."""
+    output = empty_output(query).zero_()
+    lse = empty_lse(query, "sdpa").fill_(float("-inf"))
+    for seeing_output, seeing_lse in results:
+        output[:, :, -seeing_output.shape[2] :] = seeing_output
+        lse[:, :, -seeing_output.shape[2] :] = seeing_lse
+    return output, lse
+
+
+def _mixed(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Joins the outputs over two disjoint sets of keys."""
+    (first, first_lse), (second, second_lse) = results
+    lse = torch.logaddexp(first_lse, second_lse, out=empty_lse(query, "sdpa"))
+    share = (second_lse - lse).exp_().unsqueeze(-1)
+    output = empty_output(query)
+    output.copy_(torch.lerp(first.to(share.dtype), second.to(share.dtype), share))
+    return output, lse
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Copies a tensor whose heads are not contiguous: the kernel would read it wrongly."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,194 @@
+"""Tilings found by trying, for those who ask for it with PACELINE_AUTOTUNE=1.
+
+By default a static table decides, so that two runs of a program launch the same kernels. With the
+variable set, the first attention of its kind on a GPU times a dozen tilings around the table's for
+each kernel, on tensors of its own, and keeps the fastest; compiling them takes a minute or two. The
+choice is written to a file in the user's cache directory and taken from there by every later
+process; deleting the file starts anew. Of several ranks on a machine one searches and the others
+wait for it, so that all use the same. Lengths are told apart by the next power of two: what is best
+hardly changes within.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+import triton
+from triton.errors import TritonError
+
+from paceline.kernels.attention.triton.launch import (
+    Launch,
+    launches_over,
+    table_tilings,
+)
+from paceline.kernels.attention.triton.tile_sizes import SMALLEST_BLOCK, Tiling, Tilings
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
+
+Measure = Callable[[Launch], float]
+
+
+def cache_path() -> pathlib.Path:
+    """Returns the file that choices are kept in."""
+    directory = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(directory, "paceline", "attention-tilings.json")
+
+
+def tuned_tilings(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Tilings:
+    """Returns the fastest tilings for such tensors, from the cache or by trying."""
+    return _tuned(
+        query.device,
+        query.dtype,
+        query.shape[3],
+        _power_of_two(query.shape[2]),
+        _power_of_two(key.shape[2]),
+        causal,
+        num_sequences=min(query.shape[0], _MAX_SEQUENCES),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+    )
+
+
+@functools.cache
+def _tuned(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    *,
+    num_sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tilings:
+    kind = (
+        f"{_device_name(device)}, triton {triton.__version__}, {dtype}, head_dim {head_dim}, "
+        f"{num_queries} x {num_keys}, heads {num_heads}/{num_kv_heads}, "
+        f"{'causal' if causal else 'full'}"
+    )
+    with _one_at_a_time():
+        found = _read_cache().get(kind)
+        if found is not None:
+            return found
+        # Of its own, so that what a program draws afterwards does not depend on a search.
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(heads: int, length: int) -> torch.Tensor:
+            size = (num_sequences, heads, length, head_dim)
+            return torch.randn(size, device=device, generator=generator).to(dtype)
+
+        query, key = draw(num_heads, num_queries), draw(num_kv_heads, num_keys)
+        # Kernels are launched on the current device, which may be another.
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            tilings = search(query, key, causal=causal, measure=_time_on_gpu)
+        _write_cache(kind, tilings)
+    _LOGGER.info("attention tilings for %s: %s", kind, tilings)
+    return tilings
+
+
+def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Measure) -> Tilings:
+    """Times the candidates of each kernel in turn and returns the fastest."""
+    best = table_tilings(query)
+    for name in Tilings._fields:
+        times = {
+            tiling: seconds
+            for tiling in candidates(getattr(best, name))
+            if (seconds := _try(query, key, best._replace(**{name: tiling}), name, causal, measure))
+        }
+        if times:  # Else the table's stays.
+            best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
+    return best
+
+
+def candidates(start: Tiling) -> Iterator[Tiling]:
+    """Yields a tiling and its neighbours: other warps or stages, a side halved or doubled."""
+    for queries_factor, keys_factor in ((1, 1), (0.5, 1), (1, 0.5), (2, 1), (1, 2)):
+        block_queries = int(start.block_queries * queries_factor)
+        block_keys = int(start.block_keys * keys_factor)
+        if min(block_queries, block_keys) >= SMALLEST_BLOCK:
+            for num_warps in (4, 8):
+                yield Tiling(block_queries, block_keys, num_warps, start.num_stages)
+    for num_stages in (1, 2, 3):
+        if num_stages != start.num_stages:
+            yield dataclasses.replace(start, num_stages=num_stages)
+
+
+def _try(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tilings: Tilings,
+    name: str,
+    causal: bool,
+    measure: Measure,
+) -> float | None:
+    try:
+        launches = launches_over(
+            *(query, key, key),
+            diagonal=0 if causal else None,
+            scale=query.shape[3] ** -0.5,
+            tilings=tilings,
+        )
+        return measure(launches[name])
+    except (TritonError, RuntimeError) as error:
+        # Too large for this GPU or its compiler, which only trying tells.
+        _LOGGER.debug("%s is left out: %s", tilings, error)
+        return None
+
+
+def _time_on_gpu(launch: Launch) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(launch.run, return_mode="median"))
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keeps other processes of this user from searching at the same time."""
+    path = cache_path().with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError:
+        yield  # Where nothing can be written, nothing is shared either.
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read_cache() -> dict[str, Tilings]:
+    try:
+        return msgspec.json.decode(cache_path().read_bytes(), type=dict[str, Tilings])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        _LOGGER.warning("%s cannot be read and is not used: %s", cache_path(), error)
+        return {}
+
+
+def _write_cache(kind: str, tilings: Tilings) -> None:
+    """Adds a choice; the file is replaced as a whole, so that no reader sees half of it."""
+    path = cache_path()
+    part = path.with_suffix(".part")
+    try:
+        part.write_bytes(msgspec.json.encode(_read_cache() | {kind: tilings}))
+        part.replace(path)
+    except OSError as error:
+        _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _power_of_two(length: int) -> int:
+    return max(SMALLEST_BLOCK, 1 << (length - 1).bit_length())

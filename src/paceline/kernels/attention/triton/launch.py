@@ -1,0 +1,301 @@
+"""Descriptions of kernel launches.
+
+Every launch is described first and run then, because the same description compiles a kernel
+ahead of time, for a GPU that is not there: that needs tensors on the meta device only.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from paceline.core.errors import UsageError
+from paceline.core.specs import DType
+from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.triton.backward import (
+    attention_delta_kernel,
+    attention_key_value_gradient_kernel,
+    attention_query_gradient_kernel,
+)
+from paceline.kernels.attention.triton.forward import attention_forward_kernel
+from paceline.kernels.attention.triton.tile_sizes import (
+    Tiling,
+    Tilings,
+    choose_tilings,
+    padded_head_dim,
+)
+
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+_AXES = ("batch", "head", "row", "dim")
+_DIVISIBLE = 16  # what Triton looks for, in elements of a stride and bytes of an address
+_LONGEST_SIDE = 256  # of any tile, in rows or numbers of a head
+_DELTA_TILING = Tiling(block_queries=64, block_keys=16, num_warps=4, num_stages=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A kernel and everything that it is launched, or compiled, with."""
+
+    kernel: Any
+    num_programs: int
+    arguments: dict[str, Tensor | int | float | None]
+    """What is passed at run time, by parameter."""
+    constants: dict[str, int | str]
+    """What is known when the kernel is compiled, by parameter."""
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        """Launches the kernel on the device that is current."""
+        # Along the grid's first axis there may be 2^31 programs, along the others only 65,535.
+        self.kernel[(self.num_programs,)](
+            **self.arguments,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+    def source(self) -> ASTSource:
+        """Returns what triton.compile takes, specialised as the launch itself would be."""
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = dict(self.constants)
+        attributes: dict[tuple[int], list[list[str | int]]] = {}
+        for parameter in self.kernel.params:
+            argument = self.arguments.get(parameter.name)
+            specialize = not parameter.do_not_specialize
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+            elif argument is None or (specialize and isinstance(argument, int) and argument == 1):
+                signature[parameter.name] = "constexpr"
+                constants[parameter.name] = argument
+            else:
+                signature[parameter.name] = _type_of(argument)
+                if specialize and _is_divisible(argument):
+                    attributes[(parameter.num,)] = [["tt.divisibility", _DIVISIBLE]]
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _type_of(argument: Tensor | int | float) -> str:
+    if isinstance(argument, Tensor):
+        return POINTERS[argument.dtype]
+    if isinstance(argument, float):
+        return "fp32"
+    return "i32" if -(2**31) <= argument < 2**31 else "i64"
+
+
+def _is_divisible(argument: Tensor | int | float) -> bool:
+    if isinstance(argument, Tensor):
+        return argument.storage_offset() * argument.itemsize % _DIVISIBLE == 0
+    return isinstance(argument, int) and argument % _DIVISIBLE == 0
+
+
+def forward_launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    tiling: Tiling,
+) -> Launch:
+    """Describes the forward kernel's launch; the scale must not be negative."""
+    arguments, constants = _shared(query, key, value, diagonal, scale, tiling)
+    return Launch(
+        kernel=attention_forward_kernel,
+        num_programs=_num_tiles(query, tiling.block_queries),
+        arguments=arguments | _strided("output", output) | {"lse": lse},
+        constants=constants,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+
+
+def backward_launches(
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    tilings: Tilings,
+) -> tuple[Launch, Launch, Launch]:
+    """Describes the launches of the backward kernels, which must run in this order."""
+    delta = torch.empty_like(lse)
+    from_above = _strided("output_gradient", output_gradient) | {"lse": lse, "delta": delta}
+    of_delta = Launch(
+        kernel=attention_delta_kernel,
+        num_programs=_num_tiles(query, _DELTA_TILING.block_queries),
+        arguments=from_above
+        | _strided("output", output)
+        | {
+            "lse_gradient": None if lse_gradient is None else lse_gradient.contiguous(),
+            "num_queries": query.shape[2],
+            "num_heads": query.shape[1],
+            "head_dim": query.shape[3],
+        },
+        constants=_query_constants(query, _DELTA_TILING),
+        num_warps=_DELTA_TILING.num_warps,
+        num_stages=_DELTA_TILING.num_stages,
+    )
+    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.key_value_gradient)
+    of_key_and_value = Launch(
+        kernel=attention_key_value_gradient_kernel,
+        num_programs=_num_tiles(key, tilings.key_value_gradient.block_keys),
+        arguments=arguments
+        | from_above
+        | _strided("key_gradient", key_gradient)
+        | _strided("value_gradient", value_gradient)
+        | {"scale": float(scale)},
+        constants=constants | {"IS_GROUPED": query.shape[1] != key.shape[1]},
+        num_warps=tilings.key_value_gradient.num_warps,
+        num_stages=tilings.key_value_gradient.num_stages,
+    )
+    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.query_gradient)
+    of_query = Launch(
+        kernel=attention_query_gradient_kernel,
+        num_programs=_num_tiles(query, tilings.query_gradient.block_queries),
+        arguments=arguments
+        | from_above
+        | _strided("query_gradient", query_gradient)
+        | {"scale": float(scale)},
+        constants=constants,
+        num_warps=tilings.query_gradient.num_warps,
+        num_stages=tilings.query_gradient.num_stages,
+    )
+    return of_delta, of_key_and_value, of_query
+
+
+def launches_over(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    tilings: Tilings,
+) -> dict[str, Launch]:
+    """Describes every kernel's launch by its name, with results that nobody reads.
+
+    It is what compiling or timing a kernel takes; the queries stand in for the output's gradient.
+    """
+    output, lse = empty_output(query), empty_lse(query, "triton").zero_()
+    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+    forward = forward_launch(
+        query, key, value, output, lse, diagonal=diagonal, scale=scale, tiling=tilings.forward
+    )
+    of_delta, of_key_and_value, of_query = backward_launches(
+        *(query, None, query, key, value, output, lse, *gradients),
+        diagonal=diagonal,
+        scale=scale,
+        tilings=tilings,
+    )
+    return {
+        "forward": forward,
+        "delta": of_delta,
+        "key_value_gradient": of_key_and_value,
+        "query_gradient": of_query,
+    }
+
+
+def _shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    diagonal: int | None,
+    scale: float,
+    tiling: Tiling,
+) -> tuple[dict[str, Tensor | int | float | None], dict[str, int | str]]:
+    """Returns the arguments and constants that all kernels with scores have in common."""
+    num_heads, num_queries, head_dim = query.shape[1:]
+    num_keys = key.shape[2]
+    # From here on the diagonal hides nothing; where it hides everything, farther means the same.
+    is_causal = diagonal is not None and diagonal < num_keys - 1
+    arguments: dict[str, Tensor | int | float | None] = {
+        **_strided("query", query),
+        **_strided("key", key),
+        **_strided("value", value),
+        "scale_log2": scale * math.log2(math.e),
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "diagonal": max(cast(int, diagonal), -num_queries) if is_causal else 0,
+        "num_heads": num_heads,
+        "group": num_heads // key.shape[1],
+        "head_dim": head_dim,
+    }
+    constants = _query_constants(query, tiling) | {
+        "BLOCK_KEYS": tiling.block_keys,
+        "IS_CAUSAL": is_causal,
+        "EVEN_KEYS": num_keys % tiling.block_keys == 0,
+        "INPUT_PRECISION": _input_precision(query.dtype),
+    }
+    return arguments, constants
+
+
+def _query_constants(query: Tensor, tiling: Tiling) -> dict[str, int | str]:
+    num_queries, head_dim = query.shape[2:]
+    width = padded_head_dim(head_dim)
+    return {
+        "BLOCK_QUERIES": tiling.block_queries,
+        "BLOCK_HEAD_DIM": width,
+        "EVEN_QUERIES": num_queries % tiling.block_queries == 0,
+        "EVEN_HEAD_DIM": width == head_dim,
+    }
+
+
+def _strided(name: str, tensor: Tensor) -> dict[str, Tensor | int | float | None]:
+    """Returns a tensor and its strides as the arguments that all kernels name alike."""
+    within_tile = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
+    if sum(min(size, _LONGEST_SIDE) * stride for size, stride in within_tile) >= 2**31:
+        # The kernels count in 32 bits inside a tile; only the way to the tile is counted in 64.
+        raise UsageError(
+            f"neighbouring rows of {name} lie too far apart, its strides are {tensor.stride()}; "
+            "make it contiguous"
+        )
+    strides = zip(_AXES, tensor.stride(), strict=True)
+    return {name: tensor} | {f"{name}_{axis}_stride": stride for axis, stride in strides}
+
+
+def _num_tiles(tensor: Tensor, block: int) -> int:
+    batch, heads, sequence, _ = tensor.shape
+    return batch * heads * -(-sequence // block)
+
+
+def _input_precision(dtype: torch.dtype) -> str:
+    """Returns how float32 numbers are multiplied: as torch is told to do it elsewhere.
+
+    AMD's GPUs have no tf32 that Triton supports everywhere.
+    """
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def table_tilings(query: Tensor) -> Tilings:
+    """Returns what the static table has for such a tensor."""
+    dtype = cast(DType, str(query.dtype).removeprefix("torch."))
+    return choose_tilings(architecture_of(query.device), dtype, query.shape[-1])
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> str:
+    """Returns what the table of tilings calls a device, such as sm90 or gfx942."""
+    if device.type != "cuda":
+        return "sm86"  # The interpreter takes any.
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"

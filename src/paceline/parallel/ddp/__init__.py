@@ -1,0 +1,1 @@
+"""Gradients averaged over ranks: naive, flat, overlapped and bucketed."""

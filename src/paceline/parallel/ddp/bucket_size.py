@@ -1,0 +1,185 @@
+"""Choosing the bucket size from what the group and the model really do.
+
+Phases: when the container is made, all-reduces of growing sizes give the cost of a call and the
+bandwidth of this very group. The first synchronised steps tell when each gradient arrives. Then
+every candidate size is played through `overlap_timeline` with the buckets that it would make, and
+the one with the least predicted cost is taken: what backward does not hide, and the time that
+the program itself spends on starting calls. Measurements are agreed upon over the ranks (the
+slowest counts), and the first rank's choice is everybody's.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, fit_collective
+from paceline.accounting.communication.overlap import overlap_timeline
+from paceline.core.units import MIB, format_decimal
+from paceline.parallel.buckets import TensorSpec, plan_buckets
+from paceline.parallel.ranks.collectives import reduce_numbers
+from paceline.parallel.ranks.device_clock import synchronize
+from paceline.parallel.reducer.settings import Settings
+
+CANDIDATES_MB = (0.25, 0.5, 1, 2, 3, 4, 5, 7, 10, 15, 25, 50, 100, 250, 1000)
+
+_SMALLEST_BYTES = 4 * 2**10
+_LARGEST_BYTES = 64 * MIB
+_GROWTH = 4
+_REPETITIONS = 5
+_LONG_CALL_S = 0.2  # A shaped line lets the first few mebibytes pass faster than the rest.
+_WARMUP_STEPS = 1
+_OBSERVED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupCost:
+    """What communication costs in one group."""
+
+    fit: CollectiveFit
+    start_s: float
+    """What a call costs the program that starts it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What is expected of a bucket size."""
+
+    num_buckets: int
+    exposed_s: float
+    """What backward does not hide."""
+    cost_s: float
+    """That, and the time that the program spends on starting calls."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketSizeChoice:
+    """A bucket size, and what it was chosen by."""
+
+    bucket_size_mb: float
+    backward_s: float
+    call_s: float
+    bytes_per_s: float | None
+    start_s: float
+    candidates: dict[float, "Candidate"]
+    """What was expected of each size, in MiB."""
+
+    def explain(self) -> str:
+        """Says what was chosen and why."""
+        bandwidth = (
+            "a bandwidth beyond what was measured"
+            if self.bytes_per_s is None
+            else format_decimal(self.bytes_per_s, "B/s")
+        )
+        candidates = "; ".join(
+            f"{size:g} MiB {candidate.cost_s * 1e3:.1f} ms in {candidate.num_buckets} buckets"
+            for size, candidate in self.candidates.items()
+        )
+        return (
+            f"buckets of {self.bucket_size_mb:g} MiB: backward takes {self.backward_s * 1e3:.0f} "
+            f"ms, an all-reduce {self.call_s * 1e3:.2f} ms and {bandwidth}, starting one "
+            f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to cost: {candidates}"
+        )
+
+
+def measure_group(group: dist.ProcessGroup, device: torch.device) -> GroupCost:
+    """Times all-reduces of growing sizes, until one takes long; all ranks call it together."""
+    samples: dict[int, list[float]] = {}
+    starts: list[float] = []
+    size = _SMALLEST_BYTES
+    while size <= _LARGEST_BYTES:
+        message = torch.zeros(size // 4, device=device)
+        dist.all_reduce(message, group=group)
+        times = []
+        for _ in range(_REPETITIONS):
+            synchronize(device)
+            began = time.perf_counter()
+            work = dist.all_reduce(message, group=group, async_op=True)
+            assert work is not None
+            starts.append(time.perf_counter() - began)
+            work.wait()
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+        samples[size] = reduce_numbers(times, dist.ReduceOp.MAX, device, group)
+        if statistics.median(samples[size]) > _LONG_CALL_S:
+            break
+        size *= _GROWTH
+    return GroupCost(
+        fit=fit_collective(samples),
+        start_s=reduce_numbers([statistics.median(starts)], dist.ReduceOp.MAX, device, group)[0],
+    )
+
+
+class BucketSizeTuner:
+    """Watches the first steps and chooses."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cost = measure_group(settings.group, settings.device)
+        self._arrivals: list[Sequence[float]] = []
+
+    @property
+    def has_seen_enough(self) -> bool:
+        """Whether there is enough to choose by."""
+        return len(self._arrivals) >= _WARMUP_STEPS + _OBSERVED_STEPS
+
+    def observe(self, arrivals_s: Sequence[float]) -> None:
+        """Takes when each gradient arrived in a step."""
+        self._arrivals.append(arrivals_s)
+
+    def forget(self) -> None:
+        """Starts anew, because other parameters are trained now."""
+        self._arrivals.clear()
+
+    def choose(self, tensors: Sequence[TensorSpec]) -> BucketSizeChoice:
+        """Returns the choice, the same on all ranks."""
+        observed = self._arrivals[_WARMUP_STEPS:]
+        medians = [statistics.median(times) for times in zip(*observed, strict=True)]
+        group, device = self._settings.group, self._settings.device
+        choice = choose_bucket_size(
+            tensors,
+            reduce_numbers(medians, dist.ReduceOp.MAX, device, group),
+            self._cost,
+            reduction_dtype=self._settings.reduction_dtype,
+        )
+        agreed: list[BucketSizeChoice] = [choice]
+        dist.broadcast_object_list(agreed, group=group, device=device, group_src=0)
+        return agreed[0]
+
+
+def choose_bucket_size(
+    tensors: Sequence[TensorSpec],
+    arrivals_s: Sequence[float],
+    cost: GroupCost,
+    *,
+    reduction_dtype: torch.dtype | None = None,
+) -> BucketSizeChoice:
+    """Plays every candidate through; a pure function of what was measured."""
+    backward_s = max(arrivals_s)
+    candidates: dict[float, Candidate] = {}
+    for size in CANDIDATES_MB:
+        plans = plan_buckets(tensors, size * MIB)
+        exposed_s = overlap_timeline(
+            [max(arrivals_s[slot.tensor] for slot in plan.slots) for plan in plans],
+            [cost.fit.time_s(plan.message_bytes(reduction_dtype)) for plan in plans],
+            backward_s,
+        ).exposed_s
+        candidates[size] = Candidate(
+            num_buckets=len(plans),
+            exposed_s=exposed_s,
+            cost_s=exposed_s + len(plans) * cost.start_s,
+        )
+    # Of sizes that cost the same, the larger one makes fewer messages.
+    best = min(CANDIDATES_MB, key=lambda size: (candidates[size].cost_s, -size))
+    last = cost.fit.segments[-1]
+    return BucketSizeChoice(
+        bucket_size_mb=best,
+        backward_s=backward_s,
+        call_s=cost.fit.segments[0].latency_s.value,
+        bytes_per_s=None if last.bytes_per_s is None else last.bytes_per_s.value,
+        start_s=cost.start_s,
+        candidates=candidates,
+    )

@@ -1,0 +1,387 @@
+"""One layer of a fully sharded model: shards at rest, full parameters while it is used.
+
+Parameters of one dtype lie flat, one behind another, in a unit that is cut into one equal share per
+rank. At rest a rank holds its shards alone: of each parameter the elements in its share, which may
+be none. The unit's flat tensor, of which the full parameters are views, has memory only while the
+layer is gathered. Its storage stays the same object, so that what autograd has saved for backward
+finds its values again when the layer is gathered for the second time.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
+from paceline.kernels.named_range import named_range
+from paceline.parallel.buckets import (
+    BucketPlan,
+    plan_buckets,
+    reducible_gradient,
+    tensor_spec,
+    view_like,
+)
+from paceline.parallel.partition import cut_evenly
+from paceline.parallel.ranks.reduce_scatter import (
+    Pending,
+    Reduction,
+    start_gathering,
+    start_reduction,
+)
+from paceline.parallel.reducer.settings import GroupReference
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LayerParameter:
+    """One parameter in its two forms."""
+
+    name: str
+    """In the inner module."""
+    shard: nn.Parameter
+    """This rank's elements, flat, in the order of the parameter's memory."""
+    full: nn.Parameter
+    """All elements, while the layer is gathered."""
+    has_gradient: bool = False
+    """Whether the backward pass that is going on has completed a gradient on this rank."""
+
+
+class _Unit:
+    """The parameters of one dtype."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        named: Sequence[tuple[str, nn.Parameter]],
+        compute_dtype: torch.dtype | None,
+        group: GroupReference,
+    ) -> None:
+        self._group = group
+        self._layout = layout = cut_evenly(plan, dist.get_world_size(group.get()))
+        rank = dist.get_rank(group.get())
+        self._begin, end = layout.borders[rank], layout.borders[rank + 1]
+        self._share_length = end - self._begin
+        self.flat = torch.empty(
+            layout.num_elements, dtype=compute_dtype or layout.dtype, device=layout.device
+        )
+        self.parameters: list[LayerParameter] = []
+        self._pieces: list[slice] = []
+        values = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
+        owned = {piece.tensor: piece for piece in layout.pieces(rank)}
+        for slot in layout.slots:
+            name, original = named[slot.tensor]
+            view_like(original, slot.piece_of(values)).copy_(original)
+            start, length = self._begin, 0
+            if (piece := owned.get(slot.tensor)) is not None:
+                start, length = piece.offset, piece.end - piece.start
+            self._pieces.append(slice(start, start + length))
+            shard = nn.Parameter(values[self._pieces[-1]].clone(), original.requires_grad)
+            full = nn.Parameter(view_like(original, slot.piece_of(self.flat)))
+            self.parameters.append(LayerParameter(name=name, shard=shard, full=full))
+        self._num_bytes = self.flat.nbytes
+        self._gathering: Pending | None = None
+        self._message: Tensor | None = None
+        self._reductions: list[Reduction] = []
+        self._total: Tensor | None = None
+        self.free()
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.shard.requires_grad for parameter in self.parameters)
+
+    @property
+    def has_message(self) -> bool:
+        return self._message is not None
+
+    def start_gathering(self) -> None:
+        self.flat.untyped_storage().resize_(self._num_bytes)
+        # What autograd has saved is to be taken for unchanged: it gets the same values again.
+        with _unsafe_preserve_version_counter(self.flat):
+            self._fill(self.flat)
+            self._gathering = start_gathering(self.flat, self._layout.borders, self._group.get())
+        for parameter in self.parameters:
+            parameter.full.requires_grad_(parameter.shard.requires_grad)
+
+    def wait(self) -> None:
+        if self._gathering is not None:
+            with named_range(WAIT):
+                self._gathering.wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        self.wait()
+        self.flat.untyped_storage().resize_(0)
+
+    def take_gradient(self, position: int) -> None:
+        """Moves a full gradient into the message."""
+        parameter, slot = self.parameters[position], self._layout.slots[position]
+        gradient = reducible_gradient(
+            parameter.full, parameter.name, self.flat.dtype, self.flat.device
+        )
+        parameter.full.grad = None
+        if self._message is None:
+            self._message = torch.zeros_like(self.flat)
+        parameter.has_gradient = True
+        # A second gradient in one pass comes from a checkpoint that runs a pass of its own.
+        view_like(parameter.full, slot.piece_of(self._message)).add_(gradient)
+
+    def start_reduction(self) -> None:
+        message, self._message = self._message, None
+        if not (self.is_trained and self._share_length):
+            return
+        if message is None:
+            message = torch.zeros_like(self.flat)
+        self._reductions.append(start_reduction(message, self._group.get()))
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(reduction.is_completed() for reduction in self._reductions)
+
+    def receive(self) -> None:
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            with named_range(WAIT):
+                reduction.wait()
+            is_first = self._total is None
+            if self._total is None:
+                self._total = self._new_share()
+            reduction.add_to(self._total, overwrite=is_first)
+
+    def settle(self, num_ranks_with_gradient: Iterator[float]) -> None:
+        """Adds the means to the shards' gradients where any rank had one."""
+        total, self._total = self._total, None
+        if total is None:
+            total = self._new_share()
+        total.div_(dist.get_world_size(self._group.get()))
+        for parameter, piece in zip(self.parameters, self._pieces, strict=True):
+            parameter.has_gradient = False
+            if not next(num_ranks_with_gradient):
+                continue
+            mean = total[piece.start - self._begin : piece.stop - self._begin]
+            if parameter.shard.grad is None:
+                parameter.shard.grad = mean
+            else:
+                parameter.shard.grad.add_(mean)
+
+    def drop_gradients(self) -> None:
+        self.receive()
+        self._message = self._total = None
+        for parameter in self.parameters:
+            parameter.full.grad = None
+            parameter.has_gradient = False
+
+    def gather_masters(self) -> Iterator[tuple[str, Tensor]]:
+        layout = self._layout
+        flat = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
+        self._fill(flat)
+        start_gathering(flat, layout.borders, self._group.get()).wait()
+        for parameter, slot in zip(self.parameters, layout.slots, strict=True):
+            yield parameter.name, view_like(parameter.full, slot.piece_of(flat)).clone()
+
+    def _new_share(self) -> Tensor:
+        return torch.zeros(self._share_length, dtype=self._layout.dtype, device=self._layout.device)
+
+    def _fill(self, flat: Tensor) -> None:
+        """Copies this rank's shards to their places."""
+        layout = self._layout
+        for parameter, piece in zip(self.parameters, self._pieces, strict=True):
+            shard = parameter.shard
+            if shard.dtype != layout.dtype or shard.device != layout.device:
+                raise UsageError(
+                    f"parameter {parameter.name!r} was converted to {shard.dtype} on "
+                    f"{shard.device} after its container was made for {layout.dtype} on "
+                    f"{layout.device}; convert it before"
+                )
+            flat[piece].copy_(shard)
+
+
+class ShardedLayer:
+    """The parameters that are gathered and freed together.
+
+    Args:
+        named: Names and parameters, with the values that they begin with.
+        compute_dtype: What full parameters and their gradients are in; None for their own.
+        group: The ranks that share them.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        compute_dtype: torch.dtype | None,
+        group: GroupReference,
+    ) -> None:
+        plans = plan_buckets([tensor_spec(*one) for one in named], cap_bytes=None)
+        self._units = [_Unit(plan, named, compute_dtype, group) for plan in plans]
+        self._places = [
+            (unit, position) for unit in self._units for position in range(len(unit.parameters))
+        ]
+        self.parameters = [unit.parameters[position] for unit, position in self._places]
+        self.num_users = 0
+        """How many forward passes that need the full parameters are going on."""
+        self._is_gathered = False
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """What the full parameters are views of, one per dtype."""
+        return [unit.flat for unit in self._units]
+
+    @property
+    def has_message(self) -> bool:
+        """Whether there are gradients that were not sent."""
+        return any(unit.has_message for unit in self._units)
+
+    @torch.no_grad()
+    def start_gathering(self) -> None:
+        """Starts to get the full parameters from all ranks, unless they are there."""
+        if not self._is_gathered:
+            self._is_gathered = True
+            for unit in self._units:
+                unit.start_gathering()
+
+    def wait(self) -> None:
+        """Waits until the full parameters are there."""
+        for unit in self._units:
+            unit.wait()
+
+    def free(self) -> None:
+        """Gives back the memory of the full parameters, unless a forward pass uses them."""
+        if self._is_gathered and self.num_users == 0:
+            self._is_gathered = False
+            for unit in self._units:
+                unit.free()
+
+    @torch.no_grad()
+    def take_gradient(self, index: int) -> None:
+        """Takes a complete gradient of one of the parameters for the next message."""
+        unit, position = self._places[index]
+        unit.take_gradient(position)
+
+    def start_reduction(self) -> None:
+        """Sends each owner its part of the gradients, with zeros for what is missing."""
+        for unit in self._units:
+            unit.start_reduction()
+
+    def receive_arrived(self) -> bool:
+        """Takes in the sums if all have arrived; False if not."""
+        has_arrived = all(unit.has_arrived for unit in self._units)
+        if has_arrived:
+            self.receive()
+        return has_arrived
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Waits for the sums that are on their way, and takes them in."""
+        for unit in self._units:
+            unit.receive()
+
+    @torch.no_grad()
+    def settle(self, num_ranks_with_gradient: Sequence[float]) -> None:
+        """Adds the means to the shards' gradients.
+
+        Args:
+            num_ranks_with_gradient: For each parameter; where it is zero, the shard gets none.
+        """
+        numbers = iter(num_ranks_with_gradient)
+        for unit in self._units:
+            unit.settle(numbers)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Goes back to shards alone, whatever went on; gradients on their way are dropped."""
+        self.num_users = 0
+        self.free()
+        for unit in self._units:
+            unit.drop_gradients()
+
+    @torch.no_grad()
+    def gather_masters(self) -> dict[str, Tensor]:
+        """Returns all parameters in full and in their own dtype; all ranks must call it."""
+        return dict(itertools.chain.from_iterable(unit.gather_masters() for unit in self._units))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerUser:
+    """A module that needs full parameters while its forward runs."""
+
+    name: str
+    module: nn.Module
+    layers: list[ShardedLayer]
+    """Its own, and those of parameters that it shares with modules before it."""
+    places: list[tuple[nn.Module, str, LayerParameter]]
+    """Where its parameters are attributes."""
+
+    def show_full(self) -> None:
+        """Makes the full parameters the modules' own."""
+        for module, name, parameter in self.places:
+            setattr(module, name, parameter.full)
+
+    def show_shards(self) -> None:
+        """Makes the shards the modules' own."""
+        for module, name, parameter in self.places:
+            setattr(module, name, parameter.shard)
+
+
+def divide_module(
+    module: nn.Module, compute_dtype: torch.dtype | None, group: GroupReference
+) -> tuple[list[ShardedLayer], list[LayerUser]]:
+    """Divides a module into layers, and tells who uses which of them."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    homes: dict[nn.Parameter, tuple[ShardedLayer, LayerParameter]] = {}
+    layers: list[ShardedLayer] = []
+    users: list[LayerUser] = []
+    for path, part, scope in _find_users(module, "", set(), is_element=False):
+        occurrences = [
+            (owner, attribute, parameter)
+            for owner in scope
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        # In a dictionary, as a parameter may occur more than once.
+        new = {p: (names[p], p) for _, _, p in occurrences if p not in homes}
+        if new:
+            layer = ShardedLayer(list(new.values()), compute_dtype=compute_dtype, group=group)
+            layers.append(layer)
+            by_name = {parameter.name: parameter for parameter in layer.parameters}
+            homes.update({p: (layer, by_name[name]) for name, p in new.values()})
+        users.append(
+            LayerUser(
+                name=path,
+                module=part,
+                layers=list(dict.fromkeys(homes[p][0] for _, _, p in occurrences)),
+                places=[(owner, attribute, homes[p][1]) for owner, attribute, p in occurrences],
+            )
+        )
+    return layers, users
+
+
+def _find_users(
+    module: nn.Module, path: str, seen: set[nn.Module], *, is_element: bool
+) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """Yields the modules whose forward needs full parameters, and where these are found."""
+    if module in seen:
+        return
+    seen.add(module)
+    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if is_element and has_forward:
+        if any(True for _ in module.parameters()):
+            yield path, module, list(module.modules())
+        return
+    # Lists of parameters are never called; whoever has one reads it in its own forward.
+    lists = [c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
+    scope = [module, *lists]
+    if any(True for part in scope for _ in part.parameters(recurse=False)):
+        yield path, module, scope
+    for name, child in module.named_children():
+        if child not in lists:
+            yield from _find_users(
+                child,
+                f"{path}.{name}" if path else name,
+                seen,
+                is_element=isinstance(module, nn.ModuleList),
+            )

@@ -1,0 +1,105 @@
+"""Who owns which elements of which parameters.
+
+Parameters of one dtype on one device lie one behind another in a flat unit, of which every rank
+owns a share. Where shares are cut is a pure function of the parameters' sizes and the number of
+ranks, so that all ranks arrive at the same cuts. Elements are cut evenly, across the borders of
+parameters: for optimizers that treat each element by itself. Whole parameters go to the rank that
+has the fewest elements so far, the largest first: for all others.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.accounting.communication.buckets import deal_out, equal_share
+from paceline.parallel.buckets import (
+    BucketPlan,
+    Slot,
+    TensorSpec,
+    place_tensors,
+    plan_buckets,
+)
+
+
+class Partition(enum.StrEnum):
+    """How parameters are divided among ranks."""
+
+    ELEMENTS = "elements"
+    PARAMETERS = "parameters"
+
+
+class Piece(NamedTuple):
+    """Some elements of one parameter, in the order of its memory, that one rank owns."""
+
+    tensor: int
+    """The parameter's place in the list that was divided."""
+    start: int
+    end: int
+    offset: int
+    """Where the piece begins in its unit."""
+
+
+class UnitLayout(NamedTuple):
+    """A flat unit and the ranks' shares of it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    borders: Sequence[int]
+    """Where shares begin, in the order of ranks, and where the last one ends."""
+
+    @property
+    def num_elements(self) -> int:
+        """Of all shares together, with what fills them up."""
+        return self.borders[-1]
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """Yields what a rank owns, in the order of the unit."""
+        begin, end = self.borders[rank], self.borders[rank + 1]
+        for tensor, offset, num_elements in self.slots:
+            first, last = max(begin, offset), min(end, offset + num_elements)
+            if first < last:
+                yield Piece(tensor, first - offset, last - offset, first)
+
+
+def cut_evenly(plan: BucketPlan, num_ranks: int) -> UnitLayout:
+    """Gives every rank equally many elements of a bucket, filled up at its end."""
+    share = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
+    borders = range(0, share * num_ranks + 1, share) if share else (0,) * (num_ranks + 1)
+    return UnitLayout(plan.dtype, plan.device, plan.slots, borders)
+
+
+def divide(
+    tensors: Sequence[TensorSpec], loads: list[int], partition: Partition
+) -> list[UnitLayout]:
+    """Makes one unit per dtype and device, and divides each among all ranks.
+
+    Args:
+        tensors: What to divide.
+        loads: How many bytes each rank owns so far; where whole parameters are dealt out, what it
+            gets is added.
+        partition: How to divide.
+    """
+    plans = plan_buckets(tensors, cap_bytes=None)
+    if partition is Partition.ELEMENTS:
+        return [cut_evenly(plan, len(loads)) for plan in plans]
+    return [_deal_out(plan, tensors, loads) for plan in plans]
+
+
+def _deal_out(plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]) -> UnitLayout:
+    places = sorted(slot.tensor for slot in plan.slots)
+    sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
+    owned: list[list[int]] = [[] for _ in loads]
+    for place, owner in zip(places, deal_out(sizes, loads), strict=True):
+        owned[owner].append(place)
+    order = [place for of_rank in owned for place in of_rank]
+    placed = place_tensors(tensors, order, plan.dtype, plan.device)
+    borders = [0]
+    first = 0
+    for of_rank in owned:
+        first += len(of_rank)
+        is_last = first == len(placed.slots)
+        borders.append(placed.num_elements if is_last else placed.slots[first].offset)
+    return UnitLayout(plan.dtype, plan.device, placed.slots, borders)

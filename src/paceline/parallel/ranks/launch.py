@@ -1,0 +1,237 @@
+"""Starting ranks on this machine from a plain program, to run functions on them.
+
+Phases: spawn one process per rank; each joins a process group through a file of this process,
+so that no port is opened for the rendezvous and nothing listens beyond loopback; each runs the
+functions that it is sent and sends the results back. The first failure ends all ranks and reaches
+the caller with that rank's traceback. A rank reports before it leaves the group, so that the ranks
+that fail because it left cannot be first.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from paceline.core.errors import PacelineError
+from paceline.core.processes import deaf_to_interrupts, die_with_parent
+from paceline.parallel.ranks.placement import Placement
+from paceline.parallel.ranks.session import RENDEZVOUS_FILE, join_process_group, rendezvous_path
+from paceline.records.environment import threads_per_rank
+
+
+class RankError(PacelineError):
+    """A rank failed, ended without a result, or did not finish in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    backend: str = "gloo",
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Runs ``function(rank, world_size, *arguments)`` on every rank of a new process group.
+
+    The function, its arguments and its results are pickled, so the function must be
+    importable. Returns the results by rank; raises `RankError` with the traceback of the
+    first rank that failed.
+
+    Args:
+        function: Importable by the ranks.
+        world_size: Number of ranks.
+        arguments: The same for every rank.
+        backend: gloo or nccl.
+        timeout_s: After which a collective that makes no progress, or the whole run, is an error.
+    """
+    with RankPool(world_size, backend=backend, timeout_s=timeout_s) as pool:
+        return pool.run(function, *arguments)
+
+
+class RankPool:
+    """Ranks that stay, so that running a second function costs milliseconds.
+
+    Starting ranks takes seconds, nearly all of it importing torch. After a failure the ranks
+    are gone, and the next `run` starts new ones. The ranks belong to the thread that first runs
+    something on them, and end with it.
+
+    Args:
+        world_size: Number of ranks.
+        backend: gloo or nccl.
+        timeout_s: After which a collective that makes no progress is an error.
+        run_timeout_s: After which a whole run is an error, by default the same.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 120.0,
+        run_timeout_s: float | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._run_timeout_s = timeout_s if run_timeout_s is None else run_timeout_s
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection] = []
+        self._rendezvous = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Runs ``function(rank, world_size, *arguments)`` on every rank; results by rank.
+
+        Args:
+            function: Importable by the ranks.
+            arguments: Pickled, the same for every rank.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            # A rank that is gone already breaks the pipe; collecting says which, and why.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for connection in self._connections:
+                    connection.send((function, arguments))
+            return self._collect()
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Ends the ranks in an orderly way."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        rendezvous = self._rendezvous.enter_context(rendezvous_path())
+        try:
+            for rank in range(self.world_size):
+                own_end, ranks_end = context.Pipe()
+                process = context.Process(
+                    target=_rank_main,
+                    args=(
+                        ranks_end,
+                        os.getpid(),
+                        rendezvous,
+                        _local_placement(rank, self.world_size),
+                        self._backend,
+                        self._timeout_s,
+                    ),
+                    daemon=True,
+                    name=f"paceline-rank-{rank}",
+                )
+                with deaf_to_interrupts():
+                    process.start()
+                ranks_end.close()
+                self._processes.append(process)
+                self._connections.append(own_end)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _collect(self) -> list[Any]:
+        deadline = time.monotonic() + self._run_timeout_s
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        results: list[Any] = [None] * self.world_size
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank) for rank in waiting.values())
+                raise RankError(f"rank {late} did not finish within {self._run_timeout_s:g} s")
+            failures: list[tuple[float, str]] = []
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    failed_at, result = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    # Last among the failures: a rank that could say why is worth more.
+                    failed_at, result = math.inf, "it ended without a result (killed?)"
+                if failed_at is None:
+                    results[rank] = result
+                else:
+                    failures.append((failed_at, f"rank {rank} failed: {result}"))
+            if failures:
+                raise RankError(min(failures)[1])
+        return results
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._rendezvous.close()
+
+
+def _local_placement(rank: int, world_size: int) -> Placement:
+    return Placement(
+        launcher="spawn",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        host=0,
+        num_hosts=1,
+    )
+
+
+def _rank_main(
+    connection: Connection,
+    parent_pid: int,
+    rendezvous: str,
+    placement: Placement,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    die_with_parent(parent_pid)
+    try:
+        _serve(connection, rendezvous, placement, backend, timeout_s)
+    except BaseException:
+        connection.send((time.monotonic(), "\n" + traceback.format_exc()))
+    connection.close()
+
+
+def _serve(
+    connection: Connection,
+    rendezvous: str,
+    placement: Placement,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    rank, world_size = placement.rank, placement.world_size
+    os.environ[RENDEZVOUS_FILE] = rendezvous
+    torch.set_num_threads(threads_per_rank(world_size))
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    join_process_group(placement, backend, device, timeout_s)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:  # The pool was closed.
+            dist.destroy_process_group()
+            return
+        connection.send((None, function(rank, world_size, *arguments)))

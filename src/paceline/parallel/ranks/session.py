@@ -1,0 +1,260 @@
+"""One way to become a rank, wherever the process was started.
+
+`distributed_session` joins the process group that torchrun, Slurm or `paceline lab run`
+describe in the environment. Where nobody has started ranks (a plain script, or one Slurm
+task per host with several GPUs), it starts copies of the running script, one per rank, and
+exits with their exit code: the body runs in the copies only.
+
+Ranks on one host meet in a file or on a socket that is bound to loopback, and talk over
+loopback; ranks on several hosts meet on a socket that is bound to the first host's address.
+torch.distributed has no authentication, so nothing listens more widely than it must.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import ipaddress
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.core.errors import PacelineError, UsageError
+from paceline.core.processes import die_with_parent, termination_as_exit, wait_for_group
+from paceline.core.units import format_decimal
+from paceline.parallel.ranks.placement import (
+    HostPlacement,
+    Placement,
+    accelerator_index,
+    find_placement,
+    slurm_accelerators,
+)
+from paceline.records.environment import threads_per_rank
+
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+RENDEZVOUS_FILE = "PACELINE_RENDEZVOUS_FILE"
+
+
+class CollectiveError(PacelineError):
+    """A collective failed or timed out, naming rank, operation and size."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """A rank, its device, and the group that it belongs to."""
+
+    placement: Placement
+    """Which rank this is."""
+    device: torch.device
+    """What it computes on."""
+    backend: str
+    """nccl or gloo."""
+
+    @property
+    def rank(self) -> int:
+        """This process's index among all ranks."""
+        return self.placement.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.placement.world_size
+
+
+@contextlib.contextmanager
+def distributed_session(
+    *,
+    ranks_per_host: int | None = None,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+) -> Iterator[Session]:
+    """Joins the process group, and leaves it in the end.
+
+    Args:
+        ranks_per_host: How many ranks to start where no launcher has; by default one per GPU,
+            or one. Under torchrun, the lab and Slurm with a task per rank it is not used.
+        device: auto, cpu or cuda. cuda means NCCL and the GPU of the local rank, cpu gloo.
+        timeout_s: After which a collective that makes no progress is an error.
+    """
+    device_type = _device_type(device)
+    if ranks_per_host is None:
+        ranks_per_host = _default_ranks_per_host(device_type)
+    placement = find_placement(os.environ, ranks_per_host)
+    if isinstance(placement, HostPlacement):
+        raise SystemExit(_run_copies(placement))
+    own_device = torch.device(device_type)
+    if device_type == "cuda":
+        own_device = torch.device("cuda", accelerator_index(placement, torch.cuda.device_count()))
+        torch.cuda.set_device(own_device)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    join_process_group(placement, backend, own_device, timeout_s)
+    try:
+        yield Session(placement=placement, device=own_device, backend=backend)
+    except BaseException:
+        # A rank that fails keeps its connections until its process ends: were they closed before,
+        # its peers would fail of that and could be the first to be noticed. Alone it has no peers.
+        if placement.world_size == 1:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> CollectiveError:
+    """Returns an error that names the rank, the operation and its size."""
+    rank = dist.get_rank() if dist.is_initialized() else "?"
+    cause = str(error).partition("\n")[0]
+    size = format_decimal(num_bytes, "B")
+    return CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}")
+
+
+def join_process_group(
+    placement: Placement, backend: str, device: torch.device, timeout_s: float
+) -> None:
+    """Initialises torch.distributed for this rank."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if placement.num_hosts == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    device_id = device if device.type == "cuda" else None
+    if placement.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun's agent keeps the store; its ranks only have to join.
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    dist.init_process_group(
+        backend,
+        store=_make_store(placement, timeout),
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
+
+
+def _make_store(placement: Placement, timeout: datetime.timedelta) -> Store:
+    if placement.world_size == 1:
+        return HashStore()
+    if (path := os.environ.get(RENDEZVOUS_FILE)) is not None:
+        store = FileStore(path, placement.world_size)
+        store.set_timeout(timeout)
+        return store
+    address, port = placement.master_address, placement.master_port
+    if address is None or port is None:
+        raise UsageError("RANK is set but MASTER_ADDR and MASTER_PORT are not; set both")
+    return TCPStore(
+        address,
+        port,
+        placement.world_size,
+        is_master=placement.rank == 0,
+        timeout=timeout,
+        master_listen_fd=_bound_socket(address, port) if placement.rank == 0 else None,
+    )
+
+
+def _bound_socket(address: str, port: int) -> int:
+    """Returns a socket that listens on one address only; the store takes it over."""
+    try:
+        family, _, _, _, socket_address = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )[0]
+        # Many systems give a host's own name a loopback address, where no other host reaches it.
+        resolved = ipaddress.ip_address(str(socket_address[0]))
+        if resolved.is_loopback and address not in ("localhost", str(resolved)):
+            raise UsageError(
+                f"{address} is {resolved} on this host, which others cannot reach; set MASTER_ADDR "
+                "to its address"
+            )
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(socket_address)
+            listener.listen()
+            return listener.detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"rank 0 cannot listen on {address}:{port}: another program does; set MASTER_PORT "
+                "to a free port on all ranks"
+            ) from error
+        raise UsageError(
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR to an "
+            "address of its host"
+        ) from error
+
+
+def _device_type(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("torch sees no CUDA device here; use the device cpu")
+    return device
+
+
+def _default_ranks_per_host(device_type: str) -> int:
+    accelerators = slurm_accelerators(os.environ)
+    if accelerators is not None:
+        return accelerators
+    return torch.cuda.device_count() if device_type == "cuda" else 1
+
+
+def _run_copies(host: HostPlacement) -> int:
+    """Starts a copy of this script per local rank and returns their exit code."""
+    if hasattr(sys, "ps1") or sys.orig_argv[1:] in ([], ["-"]):
+        raise UsageError(
+            "distributed_session starts copies of the running script, and there is none here; "
+            "use run_ranks in a notebook or an interactive session"
+        )
+    command = [sys.executable, *sys.orig_argv[1:]]
+    world_size = host.num_hosts * host.ranks_per_host
+    threads = threads_per_rank(host.ranks_per_host)
+    parent_pid = os.getpid()
+    with rendezvous_path() as path, termination_as_exit():
+        shared = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(host.ranks_per_host),
+            "GROUP_RANK": str(host.host),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        }
+        if host.num_hosts == 1:
+            shared[RENDEZVOUS_FILE] = path
+        else:
+            shared["MASTER_ADDR"] = str(host.master_address)
+            shared["MASTER_PORT"] = str(host.master_port)
+        processes = {}
+        for local_rank in range(host.ranks_per_host):
+            rank = host.host * host.ranks_per_host + local_rank
+            processes[f"rank {rank}"] = subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                preexec_fn=lambda: die_with_parent(parent_pid),
+            )
+        exit_code, culprit = wait_for_group(processes)
+    if culprit is not None:
+        sys.stderr.write(f"paceline: {culprit} failed with exit code {exit_code}\n")
+    return exit_code
+
+
+@contextlib.contextmanager
+def rendezvous_path() -> Iterator[str]:
+    """Yields the path of an empty file for a `FileStore`.
+
+    On Linux the file is in memory and its path leads through this process, so that nothing is
+    left on the disk even when this process is killed; only processes of the same user can open
+    it. Elsewhere it is in a private temporary directory.
+    """
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("paceline-rendezvous")
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as directory:
+            yield str(pathlib.Path(directory) / "rendezvous")

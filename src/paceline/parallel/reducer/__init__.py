@@ -1,0 +1,1 @@
+"""Averaging gradients while backward produces them: what DDP, ZeRO and FSDP build on."""

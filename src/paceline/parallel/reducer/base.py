@@ -1,0 +1,310 @@
+"""The base of all data-parallel containers.
+
+A container holds a module whose copies on all ranks start out equal, sees different data on
+each, and averages the gradients, so that the copies stay equal. How the gradients are divided
+into messages and when these are sent is all that the containers differ in.
+
+Training loops need not know the container: gradients are right when ``backward()`` returns.
+`finish_gradient_synchronization`, which the courses' loops call, finds nothing left to do then.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.core.errors import UsageError
+from paceline.parallel.buckets import Bucket, BucketPlan, plan_buckets, tensor_spec
+from paceline.parallel.reducer.backward_pass import (
+    OUTSIDE_BACKWARD,
+    SynchronizationStats,
+    current_pass,
+)
+from paceline.parallel.reducer.gradient_bucket import GradientBucket
+from paceline.parallel.reducer.module_checks import (
+    persistent_buffers,
+    require_supported,
+    resolve_group,
+    tensors_in,
+)
+from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
+from paceline.parallel.reducer.settings import GroupReference, Intent, Launch, Settings
+from paceline.parallel.reducer.synchronizer import GradientSynchronizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnusedParameter:
+    """A parameter that had no gradient in the last synchronised backward pass."""
+
+    name: str
+    """As the module calls it."""
+    ranks: tuple[int, ...]
+    """Ranks of the group on which it had none."""
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are averaged over the ranks of a group.
+
+    Args:
+        module: The model, on its final device and in its final dtype. All ranks get the values
+            that the group's first rank has, frozen parameters and buffers included.
+        cap_bytes: Largest bucket; None for one per dtype, zero for one per parameter.
+        launch: When communication starts.
+        process_group: The ranks to average over, as a group or a mesh of one dimension; all by
+            default.
+        reduction_dtype: What gradients are summed and sent in: float32 for sixteen-bit gradients
+            whose sum must not lose digits, bfloat16 to send half the bytes of float32 ones. By
+            default each in its own.
+        broadcast_buffers: Whether the persistent buffers (statistics of batch norm, for example)
+            follow the first rank's before every training forward pass. Others, which are not part
+            of the state dictionary, are taken over once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        cap_bytes: float | None,
+        launch: Launch,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        reduction_dtype: torch.dtype | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        if reduction_dtype is not None and not reduction_dtype.is_floating_point:
+            raise UsageError(
+                f"reduction_dtype must be a floating-point dtype, got {reduction_dtype}"
+            )
+        self.module = module
+        self._cap_bytes = cap_bytes
+        self._intent = Intent()
+        self._settings = Settings(
+            group_reference=GroupReference(resolve_group(process_group)),
+            device=require_supported(module),
+            launch=launch,
+            reduction_dtype=reduction_dtype,
+        )
+        self._named_parameters: list[tuple[str, nn.Parameter]] = []
+        self._is_trained: list[bool] = []
+        self._synchronizer: GradientSynchronizer | None = None
+        self._num_builds = 0
+        self._state_buffers: list[str] = []
+        if self._synchronizes:
+            self._require_same_model()
+            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+            self._build()
+            if broadcast_buffers:
+                self._state_buffers = list(persistent_buffers(module))
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self._settings.group
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is anyone to average with."""
+        return dist.get_world_size(self.process_group) > 1
+
+    @property
+    def _synchronizes(self) -> bool:
+        """Whether gradients pass through this container at all."""
+        return self.is_distributed
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the module.
+
+        Args:
+            arguments: As the module takes them.
+            keywords: As the module takes them.
+        """
+        if not (self._synchronizes and torch.is_grad_enabled()):
+            return self.module(*arguments, **keywords)
+        synchronizer = self._prepare()
+        output = self.module(*arguments, **keywords)
+        synchronizer.watch_outputs(
+            list(tensors_in(output)), average=self._intent.forward_synchronizes
+        )
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keeps gradients local: what is computed inside is averaged with the next pass outside.
+
+        A pass is left out if its forward or its backward lies inside.
+        """
+        before = self._intent.synchronize
+        self._intent.synchronize = False
+        try:
+            yield
+        finally:
+            self._intent.synchronize = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Makes sure that gradients are averaged; does nothing where they are already.
+
+        Backward does this by itself. A rank whose training pass completed no gradient, or that
+        left out backward, takes part here with none of its own.
+        """
+        if self._synchronizer is None:
+            return
+        if self._intent.forward_is_pending and not self._synchronizer.in_backward:
+            self._synchronizer.begin(average=True)
+            self._synchronizer.take_part()
+        self._synchronizer.finish()
+
+    def set_gradient_weight(self, weight: float) -> None:
+        """Sets what this rank's next averaged gradients count for, such as its number of tokens.
+
+        Call it on all ranks, before backward. The average over ranks of mean losses is not the
+        mean over all tokens where ranks hold different numbers of them; weighted, it is. If all
+        weights are zero, all ranks count alike.
+
+        Args:
+            weight: Not negative.
+        """
+        if not weight >= 0:
+            raise UsageError(f"a gradient's weight must not be negative, got {weight}")
+        if not self.is_distributed:
+            return
+        # The sum of the weights is on its way while the model computes.
+        total = torch.tensor(weight, dtype=torch.float64, device=self._settings.device)
+        work = dist.all_reduce(total, group=self.process_group, async_op=True)
+        assert work is not None
+        self._intent.weight = (weight, total, work)
+
+    def synchronization_stats(self) -> SynchronizationStats | None:
+        """Returns sizes and times of the last synchronisation on this rank; None before it."""
+        return None if self._synchronizer is None else self._synchronizer.stats()
+
+    def explain_unused(self) -> list[UnusedParameter]:
+        """Names the parameters without a gradient in the last synchronised pass, and the ranks.
+
+        All ranks must call it. A rank alone synchronises nothing, so that there is nothing to name.
+        """
+        if self._synchronizer is None:
+            return []
+        missing = torch.tensor(
+            [not arrived for arrived in self._synchronizer.arrived],
+            dtype=torch.uint8,
+            device=self._settings.device,
+        )
+        gathered = [
+            torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
+        ]
+        dist.all_gather(gathered, missing, group=self.process_group)
+        by_parameter = torch.stack(gathered).T.tolist()
+        return [
+            UnusedParameter(name=name, ranks=tuple(rank for rank, no in enumerate(ranks) if no))
+            for (name, _), ranks in zip(self._trained(), by_parameter, strict=True)
+            if any(ranks)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "a data-parallel container cannot be copied or pickled; copy or save its .module"
+        )
+
+    def _prepare(self) -> GradientSynchronizer:
+        """Gets ready for a pass whose gradients are recorded."""
+        assert self._synchronizer is not None
+        intent = self._intent
+        intent.forward_synchronizes = intent.synchronize
+        if current_pass() != OUTSIDE_BACKWARD:
+            return self._synchronizer  # A checkpoint computes this pass a second time.
+        self._synchronizer.forget_broken_pass()
+        if intent.synchronize and self.training:
+            intent.forward_is_pending = True
+            self._follow_changes()
+            if self._state_buffers:
+                buffers = dict(self.module.named_buffers())
+                broadcast_tensors(
+                    [buffers[name] for name in self._state_buffers], self.process_group
+                )
+        return self._synchronizer
+
+    def _follow_changes(self) -> None:
+        """Starts anew where parameters were frozen, unfrozen or replaced since the last pass."""
+        current = list(self.module.parameters())
+        is_same = len(current) == len(self._named_parameters) and all(
+            parameter is known and parameter.requires_grad == trained
+            for parameter, (_, known), trained in zip(
+                current, self._named_parameters, self._is_trained, strict=True
+            )
+        )
+        if not is_same:
+            self._require_same_model()
+            self._build()
+
+    def _require_same_model(self) -> None:
+        settings = self._settings
+        require_same_model(self.module, self._describe_settings(), settings.group, settings.device)
+
+    def _describe_settings(self) -> str:
+        """Says what must be the same on all ranks, beside the model."""
+        settings = self._settings
+        return (
+            f"bucket cap {self._cap_bytes}, {settings.launch.name}, "
+            f"reduction_dtype {settings.reduction_dtype}"
+        )
+
+    def _build(self) -> None:
+        """Divides the parameters that are trained now, and watches them."""
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._synchronizer = None  # Before the new buffers are made, the old ones can go.
+        self._num_builds += 1
+        self._named_parameters = list(self.module.named_parameters())
+        self._is_trained = [parameter.requires_grad for _, parameter in self._named_parameters]
+        trained = self._trained()
+        names = [name for name, _ in trained]
+        parameters = [parameter for _, parameter in trained]
+        plans = plan_buckets([tensor_spec(*named) for named in trained], self._cap_bytes)
+        self._synchronizer = GradientSynchronizer(
+            names,
+            parameters,
+            self._make_buckets(plans, parameters, names),
+            settings=self._settings,
+            intent=self._intent,
+        )
+
+    def _make_buckets(
+        self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
+    ) -> Sequence[GradientBucket]:
+        """Makes what gradients are collected in."""
+        dtype = self._settings.reduction_dtype
+        return [Bucket(plan, parameters, names, dtype) for plan in plans]
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            named
+            for named, trained in zip(self._named_parameters, self._is_trained, strict=True)
+            if trained
+        ]
+
+
+_INNER = "module."
+
+
+def _without_prefix(
+    _container: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]
+) -> None:
+    """Gives the state dictionary the inner module's names."""
+    _rename(state, prefix + _INNER, prefix)
+
+
+def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    _rename(state, prefix, prefix + _INNER)
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    # All are taken out before any is put in: an old name may be another one's new name.
+    taken = {name: state.pop(name) for name in list(state) if name.startswith(old)}
+    state.update({new + name.removeprefix(old): value for name, value in taken.items()})

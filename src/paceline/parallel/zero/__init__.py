@@ -1,0 +1,1 @@
+"""Optimizer state and gradients sharded over ranks (ZeRO-1 and ZeRO-2)."""

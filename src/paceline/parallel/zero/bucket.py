@@ -1,0 +1,195 @@
+"""Gradients on their way to the ranks that own them, bucket by bucket.
+
+A bucket's message is as long as its parameters, and exists only while it is under way: gradients
+move into it as backward completes them, and are let go; when it has arrived, this rank's share of
+the sum is added to its shards' gradients, and the message is let go as well. What stays from step
+to step is the gradient of the share.
+
+Ranks tell each other in one small message per backward pass, sent behind the last bucket, which
+parameters had a gradient. It is needed only where this rank had none.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.buckets import BucketPlan, reducible_gradient, view_like
+from paceline.parallel.ranks.reduce_scatter import Reduction, start_reduction
+from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
+
+
+class Presence:
+    """Which parameters any rank had a gradient for.
+
+    Args:
+        num_parameters: How many are trained.
+        device: Where to communicate from.
+    """
+
+    def __init__(self, num_parameters: int, device: torch.device) -> None:
+        self._counts = torch.ones(num_parameters, device=device)
+        self._work: dist.Work | None = None
+
+    def note_missing(self, parameter: int) -> None:
+        """Notes that this rank has no gradient for a parameter."""
+        self._counts[parameter] = 0
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Starts to count over the ranks."""
+        self._work = dist.all_reduce(self._counts, group=group, async_op=True)
+
+    def finish(self, asked: Sequence[int]) -> list[bool]:
+        """Waits, returns whether any rank had a gradient for each of these, and starts anew."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        answers = [bool(count) for count in self._counts[list(asked)].tolist()] if asked else []
+        self._counts.fill_(1)
+        return answers
+
+
+class ShardedBucket:
+    """A bucket whose sum goes to owners.
+
+    Args:
+        plan: What it holds.
+        unit: Its parameters, divided among the ranks.
+        presence: Which parameters had a gradient.
+        message_dtype: What is sent.
+        shard_group: The ranks that share the unit; the group itself, if that is still there.
+        when_landed: Called when the message has arrived.
+        is_last: Whether presence is sent behind it.
+    """
+
+    is_received_early = True
+    """A message has memory of its own, which is let go when it has arrived."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        unit: ShardUnit,
+        presence: Presence,
+        *,
+        message_dtype: torch.dtype,
+        shard_group: Callable[[], dist.ProcessGroup],
+        when_landed: Callable[["ShardedBucket"], None],
+        is_last: bool,
+    ) -> None:
+        self.plan = plan
+        self.unit = unit
+        self.parameters = unit.parameters
+        self._dtypes = [parameter.dtype for parameter in unit.parameters]
+        self._presence = presence
+        self._message_dtype = message_dtype
+        self._shard_group = shard_group
+        self._when_landed = when_landed
+        self._is_last = is_last
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._missing: dict[nn.Parameter, int] = {}
+        """Parameters that this rank has no gradient for, and their places among all."""
+        self._reduction: Reduction | None = None
+        self.gradient = torch.zeros_like(unit.master)
+        """Of this rank's share, averaged over the ranks."""
+
+    def keep(self, position: int) -> None:
+        """Leaves a gradient where it is, because it is not to be sent yet."""
+        self._gradient(position)
+
+    def take(self, position: int, share: float) -> bool:
+        """Moves a gradient into the message, scaled to its share."""
+        gradient = self._gradient(position)
+        if self._buffer is None:
+            self._open()
+        view = self._views[position]
+        if view.dtype.itemsize > gradient.dtype.itemsize:
+            view.copy_(gradient).mul_(share)  # Scaled in the wider dtype, nothing is lost.
+        else:
+            torch.mul(gradient, share, out=view)
+        self.parameters[position].grad = None
+        return True
+
+    def pack(self, scaled: set[int], share: float) -> Tensor:
+        """Returns the message, with zeros for what is missing."""
+        if self._buffer is None:
+            self._open()
+        for position, parameter in enumerate(self.parameters):
+            if position in scaled:
+                continue
+            if parameter.grad is None:
+                self._views[position].zero_()
+                self._missing[parameter] = self.plan.slots[position].tensor
+                self._presence.note_missing(self._missing[parameter])
+            else:
+                self.take(position, share)
+        assert self._buffer is not None
+        return self._buffer
+
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> Reduction:
+        """Starts to send every owner its share."""
+        self._reduction = start_reduction(message, self._shard_group())
+        if self._is_last:
+            self._presence.start(group)
+        return self._reduction
+
+    def unpack(self, _message: Tensor) -> None:
+        """Lets the message go when the owner's share of the sum is taken in."""
+        self._when_landed(self)
+
+    def add_sum_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """Adds what has arrived for this rank's share to a tensor, and lets the message go."""
+        assert self._reduction is not None
+        self._reduction.add_to(target, overwrite=overwrite)
+        self._reduction = self._buffer = None
+        self._views = []
+
+    def zero_what_has_no_gradient(self) -> None:
+        """Clears the share's gradient where no earlier pass has left one."""
+        for shard in self.unit.shards:
+            if shard.tensor.grad is None:
+                self._gradient_of(shard).zero_()
+
+    def give_gradients(self) -> dict[Shard, int]:
+        """Gives shards their gradients.
+
+        Returns those for which this rank itself had none, and their parameters' places among all.
+        """
+        undecided = {}
+        for shard in self.unit.shards:
+            if shard.parameter in self._missing:
+                undecided[shard] = self._missing[shard.parameter]
+            else:
+                self.give_gradient(shard)
+        self._missing = {}
+        return undecided
+
+    def give_gradient(self, shard: Shard) -> None:
+        """Gives a shard its gradient."""
+        shard.tensor.grad = self._gradient_of(shard)
+
+    def _gradient_of(self, shard: Shard) -> Tensor:
+        begin = self.unit.offset_in_share(shard)
+        return self.gradient[begin : begin + shard.end - shard.start]
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether shards have gradients of an earlier pass, to which this one's are added."""
+        return any(shard.tensor.grad is not None for shard in self.unit.shards)
+
+    def _gradient(self, position: int) -> Tensor:
+        return reducible_gradient(
+            self.parameters[position],
+            self.unit.names[position],
+            self._dtypes[position],
+            self.plan.device,
+        )
+
+    def _open(self) -> None:
+        num_elements = self.unit.layout.num_elements
+        self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
+        self._views = [
+            view_like(parameter, slot.piece_of(self._buffer))
+            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+        ]

@@ -1,0 +1,342 @@
+"""Data parallelism in which each rank owns a share of gradients and optimizer state (ZeRO-2).
+
+All ranks have all parameters, bucket by bucket in one stretch of memory, and each owns an equal
+share of every bucket. Phases of one step on every rank:
+
+1. Backward completes a gradient: it moves into its bucket's message. When the bucket and all before
+   it are complete, every owner is sent its share and adds up what it gets. A bucket that has
+   arrived is let go; what stays is the owner's share of the average.
+2. Backward is over: what is left is sent and waited for, and all ranks know which parameters had a
+   gradient anywhere.
+3. `ShardedOptimizer.step` updates this rank's shards, and starts to send its share to all, bucket
+   by bucket, in the order in which the next forward pass needs them.
+4. In the next forward pass each layer waits for its own parameters only.
+
+Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as an
+all-reduce does; but the second half goes beside forward, where an all-reduce has nothing to hide
+behind.
+
+If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
+backward goes on. A norm over all gradients, or whether they are all finite, is known only later,
+so clipping is refused there, and so is going on without the optimizer's step.
+
+On a mesh of two dimensions, replicate x shard, owners are found along the second, and along the
+first the owners of the same share average it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
+from paceline.core.units import MIB
+from paceline.kernels.named_range import named_range
+from paceline.parallel.buckets import BucketPlan
+from paceline.parallel.partition import Partition, cut_evenly
+from paceline.parallel.ranks.reduce_scatter import Pending, sends_directly
+from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.settings import GroupReference, Launch
+from paceline.parallel.reducer.synchronizer import GradientSynchronizer
+from paceline.parallel.zero.bucket import Presence, ShardedBucket
+from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
+from paceline.parallel.zero.gather_hooks import ParameterWaits
+from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
+
+StepMode = Literal["after_backward", "in_backward"]
+
+
+class ShardedDataParallel(DataParallel):
+    """Reduces gradients to their owners; further keywords as in `DataParallel`.
+
+    Make a `ShardedOptimizer` of its parameters. Between a step and the next forward pass,
+    parameters are under way: `parameters()`, `state_dict()` and the layers themselves wait for
+    them; whoever reads a tensor that was taken before calls `wait_for_parameters()`.
+
+    Args:
+        module: The model.
+        bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
+            per dtype.
+        step_mode: "after_backward", or "in_backward" to update each bucket as its sum arrives.
+        master_dtype: What owners keep and update their shards in, for parameters in sixteen bits;
+            by default the parameters' own dtype.
+        process_group: The ranks, as a group, a mesh of one dimension, or a mesh of two over all
+            ranks: replicate x shard.
+        keywords: As in `DataParallel`: reduction_dtype, broadcast_buffers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = DEFAULT_BUCKET_SIZE_MB,
+        *,
+        step_mode: StepMode = "after_backward",
+        master_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        **keywords: Any,
+    ) -> None:
+        is_number = isinstance(bucket_size_mb, (int, float))
+        if bucket_size_mb is not None and not (is_number and bucket_size_mb > 0):
+            raise UsageError(f"bucket_size_mb must be positive, or None; got {bucket_size_mb!r}")
+        if step_mode not in ("after_backward", "in_backward"):
+            raise UsageError(
+                f'step_mode must be "after_backward" or "in_backward", got {step_mode!r}'
+            )
+        self._step_mode = step_mode
+        self._master_dtype = master_dtype
+        self._mesh_groups: tuple[GroupReference, GroupReference] | None = None
+        if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
+            self._mesh_groups = _groups_of(process_group)
+            process_group = None
+        self._num_passes = 0
+        self._buckets: list[ShardedBucket] = []
+        self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
+        self._undecided: list[tuple[ShardedBucket, dict[Shard, int]]] = []
+        super().__init__(
+            module,
+            cap_bytes=None if bucket_size_mb is None else bucket_size_mb * MIB,
+            launch=Launch.WHEN_READY,
+            process_group=process_group,
+            **keywords,
+        )
+        self._waits = ParameterWaits(module, self._shared)
+
+    @property
+    def _synchronizes(self) -> bool:
+        return True  # Even a rank alone has shards, so that its optimizer finds them.
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the module; each layer waits for its own parameters.
+
+        Args:
+            arguments: As the module takes them.
+            keywords: As the module takes them.
+        """
+        if any(_is_compiled(module) for module in self.module.modules()):
+            self.wait_for_parameters()  # A compiled layer cannot wait inside.
+        output = super().forward(*arguments, **keywords)
+        self._waits.learn()
+        return output
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters have the values of the last step."""
+        self._shared.wait()
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Any]]:
+        """Waits for the parameters, and yields them with their names.
+
+        Args:
+            arguments: As `torch.nn.Module` takes them.
+            keywords: As `torch.nn.Module` takes them.
+        """
+        self.wait_for_parameters()
+        return super().named_parameters(*arguments, **keywords)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of parameters and of this rank's shards.
+
+        Args:
+            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+        """
+        super().zero_grad(set_to_none)
+        self._shared.zero_gradients(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients down to a norm, if theirs is larger; returns theirs.
+
+        All ranks call it, between backward and the step, and get the same number. It is not
+        finite if any gradient is not: leave out the step then.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: 2 for the Euclidean norm, inf for the largest number.
+        """
+        if self._shared.steps_in_backward:
+            raise UsageError(
+                "gradients cannot be clipped where buckets step in backward: their norm is known "
+                'only when it is over; use step_mode="after_backward"'
+            )
+        gradients = [
+            shard.tensor.grad
+            for unit in self._shared.units
+            for shard in unit.shards
+            if shard.tensor.grad is not None
+        ]
+        device = self._settings.device
+        own = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            own = torch.nn.utils.get_total_norm(gradients, norm_type).double().to(device)
+        if norm_type == float("inf"):
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._shared.group.get())
+            total = own
+        else:
+            powers = own**norm_type
+            dist.all_reduce(powers, group=self._shared.group.get())
+            total = powers ** (1 / norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.float())
+        return total
+
+    def _make_buckets(
+        self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
+    ) -> Sequence[ShardedBucket]:
+        if self._mesh_groups is None:
+            shard_group = self._settings.group_reference
+        else:
+            _, shard_group = self._mesh_groups
+        rank = dist.get_rank(shard_group.get())
+        num_ranks = dist.get_world_size(shard_group.get())
+        self._presence = Presence(len(parameters), self._settings.device)
+        self._buckets = []
+        for number, plan in enumerate(plans):
+            unit = ShardUnit(
+                cut_evenly(plan, num_ranks),
+                parameters,
+                names,
+                rank=rank,
+                partition=Partition.ELEMENTS,
+                master_dtype=self._master_dtype,
+            )
+            self._buckets.append(
+                ShardedBucket(
+                    plan,
+                    unit,
+                    self._presence,
+                    message_dtype=self._message_dtype(plan.dtype),
+                    shard_group=shard_group.get,
+                    when_landed=self._land,
+                    is_last=number == len(plans) - 1,
+                )
+            )
+        steps_in_backward = self._step_mode == "in_backward"
+        parameter_group = shard_group
+        if steps_in_backward and not sends_directly(shard_group.get(), self._settings.device):
+            parameter_group = _copy_of(shard_group, self._settings.device)
+        self._shared = ShardedParameters(
+            # Backward reaches the last layers first, forward the first.
+            [bucket.unit for bucket in reversed(self._buckets)],
+            parameter_group,
+            steps_in_backward=steps_in_backward,
+        )
+        return self._buckets
+
+    def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Owners on a CPU add up in the master's dtype what they are sent; NCCL adds on the way.
+        adds_on_the_way = self._settings.device.type == "cuda"
+        sums = self._master_dtype if adds_on_the_way else None
+        return self._settings.reduction_dtype or sums or dtype
+
+    def _build(self) -> None:
+        super()._build()
+        assert self._synchronizer is not None
+        self._synchronizer.after_run = self._settle
+
+    def _prepare(self) -> GradientSynchronizer:
+        if self._shared.has_stepped and self._intent.synchronize and self.training:
+            raise UsageError(
+                "this container has updated parameters in backward, and the optimizer's step() was "
+                "not called since; call it after every backward that is averaged, and accumulate "
+                'in no_sync(). To leave out steps, use step_mode="after_backward"'
+            )
+        if self._num_passes > 0 and not self._shared.has_optimizer:
+            raise UsageError(
+                "gradients were reduced to their owners, but no ShardedOptimizer updates these; "
+                "make one of this container's parameters in place of a plain optimizer, to which "
+                "they seem to have no gradients"
+            )
+        return super()._prepare()
+
+    def _follow_changes(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and find_sharded_parameters(parameter) is not self._shared:
+                raise UsageError(
+                    f"parameter {name!r} was frozen or elsewhere when its container was made, so "
+                    "that no rank owns it; wrap the model anew, and load the optimizer's state"
+                )
+
+    def _describe_settings(self) -> str:
+        return f"{super()._describe_settings()}, {self._step_mode}, master {self._master_dtype}"
+
+    def _land(self, bucket: ShardedBucket) -> None:
+        """Takes in a bucket's sum, or has it averaged with those of the replicas first."""
+        is_accumulating = bucket.is_accumulating
+        if is_accumulating:
+            bucket.zero_what_has_no_gradient()
+        if self._mesh_groups is None:
+            bucket.add_sum_to(bucket.gradient, overwrite=not is_accumulating)
+            self._give_gradients(bucket)
+            return
+        total = torch.empty_like(bucket.gradient) if is_accumulating else bucket.gradient
+        bucket.add_sum_to(total, overwrite=True)
+        replicas, _ = self._mesh_groups
+        work = dist.all_reduce(total, group=replicas.get(), async_op=True)
+        pending = Pending("all_reduce of a share over replicas", total.nbytes, [work])
+        self._landed.append((bucket, pending, total))
+
+    def _give_gradients(self, bucket: ShardedBucket) -> None:
+        undecided = bucket.give_gradients()
+        # Behind one that has to wait, all others wait: every rank must send in the same order.
+        if undecided or self._undecided:
+            self._undecided.append((bucket, undecided))
+        elif self._shared.steps_in_backward:
+            self._shared.step_unit(bucket.unit)
+
+    def _settle(self) -> None:
+        """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
+        self._num_passes += 1
+        for bucket, pending, total in self._landed:
+            with named_range(WAIT):
+                pending.wait()
+            if total is not bucket.gradient:
+                bucket.gradient.add_(total)
+            self._give_gradients(bucket)
+        self._landed.clear()
+        asked = [number for _, shards in self._undecided for number in shards.values()]
+        undecided = [(bucket, shard) for bucket, shards in self._undecided for shard in shards]
+        answers = self._presence.finish(asked)
+        for (bucket, shard), is_present in zip(undecided, answers, strict=True):
+            if is_present:
+                bucket.give_gradient(shard)
+        if self._shared.steps_in_backward:
+            for bucket, _ in self._undecided:
+                self._shared.step_unit(bucket.unit)
+        self._undecided.clear()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
+    """Returns a second group of the same ranks.
+
+    Which sums have arrived when a bucket is sent differs by rank. Collectives of one group must
+    have the same order on all ranks, so that parameters need a group of their own beside gradients.
+    """
+    original = group.get()
+    backend = original._get_backend(device)
+    copy = dist.new_group(
+        dist.get_process_group_ranks(original),
+        timeout=backend.options._timeout,
+        backend=dist.get_backend(original),
+        use_local_synchronization=True,
+    )
+    assert isinstance(copy, dist.ProcessGroup)
+    return GroupReference(copy)
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[GroupReference, GroupReference]:
+    """Returns the group of replicas and that of shards of a mesh of two dimensions."""
+    if mesh.size() != dist.get_world_size():
+        raise UsageError(
+            f"a mesh of two dimensions must hold all {dist.get_world_size()} ranks, this one has "
+            f"{mesh.size()}; use a mesh of one dimension over some of them"
+        )
+    return GroupReference(mesh.get_group(0)), GroupReference(mesh.get_group(1))

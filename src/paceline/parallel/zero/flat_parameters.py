@@ -1,0 +1,150 @@
+"""Parameters in one stretch of memory, of which every rank owns a share.
+
+The parameters keep their identity, shape and values, but lie one behind another, so that what a
+rank owns is one contiguous tensor and goes to the others in one message. What the optimizer of a
+rank updates are its shards: one tensor per parameter that it owns something of, all of them views
+of its share. With a master dtype the shards are a copy of the share in that dtype, for parameters
+in sixteen bits whose updates are too small for them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.core.errors import UsageError
+from paceline.core.ranges import WAIT
+from paceline.kernels.named_range import named_range
+from paceline.parallel.buckets import view_like
+from paceline.parallel.partition import Partition, UnitLayout
+from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """What this rank owns of a parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    """First of its elements, in the order of the parameter's memory; a complex one counts twice."""
+    end: int
+    tensor: nn.Parameter
+    """What the optimizer updates; the parameter itself where ranks own whole parameters."""
+
+
+class ShardUnit:
+    """Moves parameters into one flat tensor, and keeps this rank's shards of it.
+
+    Args:
+        layout: Where they lie and who owns what.
+        parameters: The list that was laid out, by place.
+        names: What to call them, by place.
+        rank: This rank's place in the group.
+        partition: Whether shards are cut from parameters, or parameters themselves.
+        master_dtype: What the optimizer updates its shards in; by default the parameters' own.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        layout: UnitLayout,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        rank: int,
+        partition: Partition,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout = layout
+        self.partition = partition
+        self.parameters = [parameters[slot.tensor] for slot in layout.slots]
+        self.names = [names[slot.tensor] for slot in layout.slots]
+        self.flat = torch.zeros(layout.num_elements, dtype=layout.dtype, device=layout.device)
+        for slot, parameter in zip(layout.slots, self.parameters, strict=True):
+            view = view_like(parameter, slot.piece_of(self.flat))
+            view.copy_(parameter)
+            parameter.data = view
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.share = self.flat[layout.borders[rank] : layout.borders[rank + 1]]
+        """What this rank owns, as the others see it."""
+        self.has_master = master_dtype is not None and master_dtype != layout.dtype
+        self.master = self.share.to(master_dtype, copy=True) if self.has_master else self.share
+        """What this rank's optimizer updates."""
+        self.shards = []
+        begin = layout.borders[rank]
+        for tensor, start, end, offset in layout.pieces(rank):
+            piece = self.master[offset - begin : offset - begin + end - start]
+            self.shards.append(
+                Shard(
+                    parameter=parameters[tensor],
+                    start=start,
+                    end=end,
+                    tensor=parameters[tensor]
+                    if partition is Partition.PARAMETERS
+                    else nn.Parameter(piece),
+                )
+            )
+        self._pending: Pending | None = None
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of this rank's shards."""
+        for shard in self.shards:
+            if set_to_none:
+                shard.tensor.grad = None
+            elif shard.tensor.grad is not None:
+                shard.tensor.grad.zero_()
+
+    def offset_in_share(self, shard: Shard) -> int:
+        """Returns where a shard that was cut from its parameter lies in this rank's share."""
+        return int(shard.tensor.storage_offset() - self.master.storage_offset())
+
+    def require_in_place(self) -> None:
+        """Raises if a parameter no longer lies where it was put, naming it."""
+        for parameter, address, name in zip(
+            self.parameters, self._addresses, self.names, strict=True
+        ):
+            if parameter.data_ptr() != address:
+                raise UsageError(
+                    f"parameter {name!r} was moved or converted after its memory was "
+                    "divided among the ranks; move and convert the model before"
+                )
+
+    @torch.no_grad()
+    def publish(self, group: dist.ProcessGroup) -> None:
+        """Starts to send this rank's share to all, and to receive theirs."""
+        if self.has_master:
+            self.share.copy_(self.master)
+        # A graph that has saved the old values must not be run backward with the new ones.
+        torch.autograd.graph.increment_version(self.parameters)
+        self._pending = start_gathering(self.flat, self.layout.borders, group)
+
+    def wait(self) -> None:
+        """Waits until all shares are here, if they are on their way."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            with named_range(WAIT):
+                pending.wait()
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Takes the parameters' values for the master's where they differ, as after loading them.
+
+        Where a parameter is what the master is rounded to, the master knows better.
+        """
+        if self.has_master:
+            is_same = self.master.to(self.share.dtype) == self.share
+            self.master.copy_(torch.where(is_same, self.master, self.share.to(self.master.dtype)))
+
+
+def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:
+    """Returns values of a parameter's shape, flat in the order of the parameter's memory.
+
+    Complex numbers are two real ones each. Shares memory with the values where it can.
+    """
+    if parameter.is_complex():
+        return torch.view_as_real(values.contiguous()).view(-1)
+    if values.stride() != parameter.stride():
+        values = torch.empty_like(parameter, dtype=values.dtype).copy_(values)
+    return values.as_strided((values.numel(),), (1,), values.storage_offset())

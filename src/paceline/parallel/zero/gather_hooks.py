@@ -1,0 +1,116 @@
+"""Letting each layer wait for its own parameters, and no layer read what is under way.
+
+Most modules read their own parameters when they are called. Some read those of others: a list of
+parameters is never called, and attention may use the matrix of a projection that it does not call.
+Which modules are called is learned in the first forward pass, when nothing is under way; whatever
+was not called then is waited for by the module around it that was.
+
+The module holds hooks that know the container weakly and copy as nothing: a copy of the module is
+no part of the container, and the module outlives it.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.parallel.zero.flat_parameters import ShardUnit
+from paceline.parallel.zero.registry import ShardedParameters
+
+
+class ParameterWaits:
+    """Waits for parameters wherever the module is about to use, save or load them.
+
+    Args:
+        root: The module.
+        parameters: What is under way between a step and the next forward pass.
+    """
+
+    def __init__(self, root: nn.Module, parameters: ShardedParameters) -> None:
+        self._root = weakref.ref(root)
+        self._parameters = parameters
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own: weakref.WeakKeyDictionary[nn.Module, list[ShardUnit]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._needed: Mapping[nn.Module, list[ShardUnit]] | None = None
+        """Which units a module waits for; None until that is learned."""
+        unit_of = {parameter: unit for unit in parameters.units for parameter in unit.parameters}
+        for module in root.modules():
+            units = (unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+            self._own[module] = list(dict.fromkeys(units))
+            # Before other hooks, which may compute parameters from parameters.
+            module.register_forward_pre_hook(_Hook(self, ParameterWaits.before), prepend=True)
+            # Parts of a model are saved and loaded by themselves as well.
+            wait, refresh = (
+                _Hook(self, action) for action in (ParameterWaits.wait, ParameterWaits.refresh)
+            )
+            module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+    def before(self, module: nn.Module) -> None:
+        """Waits for what a module needs that is about to be called."""
+        if self._needed is None:
+            self._called.add(module)
+            self._parameters.wait()
+            return
+        for unit in self._needed.get(module, ()):
+            unit.wait()
+
+    def wait(self, _module: nn.Module) -> None:
+        """Waits for everything."""
+        self._parameters.wait()
+
+    def refresh(self, module: nn.Module) -> None:
+        """Lets masters follow parameters that were loaded."""
+        for unit in self._own.get(module, ()):
+            unit.refresh_master()
+
+    def learn(self) -> None:
+        """Decides who waits for what, when the whole module has been called once."""
+        root = self._root()
+        if self._needed is not None or root is None:
+            return
+        needed: weakref.WeakKeyDictionary[nn.Module, list[ShardUnit]] = weakref.WeakKeyDictionary()
+
+        def visit(module: nn.Module, caller: nn.Module) -> None:
+            if module in self._called:
+                caller = module
+            for reader in {module, caller}:
+                known = needed.setdefault(reader, [])
+                known += [unit for unit in self._own.get(module, ()) if unit not in known]
+            for child in module.children():
+                visit(child, caller)
+
+        visit(root, root)
+        self._needed = needed
+
+
+class _Hook:
+    """Calls a method of an object that may be gone; as a copy, does nothing."""
+
+    def __init__(
+        self, target: ParameterWaits, action: Callable[[ParameterWaits, nn.Module], None]
+    ) -> None:
+        self._target = weakref.ref(target)
+        self._action = action
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # The container waits before it calls what is compiled.
+        if (target := self._target()) is not None:
+            self._action(target, module)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_idle_hook, ()
+
+
+def _make_idle_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,313 @@
+"""An optimizer whose state is divided among ranks.
+
+Every rank keeps the state of its own shards only. With plain gradients, or under any container that
+averages them on all ranks, phases of one step on every rank are:
+
+1. The options of the groups, which schedulers change, go to the inner optimizers.
+2. An inner optimizer updates the shards of this rank, in place.
+3. Every rank sends its share to all, for each dtype and device: on gloo as one message per rank,
+   on NCCL by an all-gather in place. All are under way at once, and waited for in the end.
+
+Under `ShardedDataParallel`, which reduces each gradient to its owner alone, phases 2 and 3 go
+bucket by bucket, those that the next forward pass needs first; and nobody waits in the end, but the
+next forward pass does, layer by layer.
+
+With all-reduced gradients this is ZeRO's first stage with half as much communication again:
+an all-reduce moves twice the parameters, sending shares the third part. Reducing to
+owners saves one of the three.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from paceline.core.errors import UsageError
+from paceline.parallel.buckets import tensor_spec
+from paceline.parallel.partition import Partition, divide
+from paceline.parallel.reducer.module_checks import resolve_group
+from paceline.parallel.reducer.settings import GroupReference
+from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
+from paceline.parallel.zero.optimizer_state import load_shards, save_shards
+from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
+from paceline.parallel.zero.shard_optimizer import MakeOptimizer, UnitOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Those that treat each element by itself, so that it does not matter where cuts lie."""
+
+
+class ShardedOptimizer(Optimizer):
+    """Any optimizer of torch, with its state divided among the ranks of a group.
+
+    Args:
+        params: Parameters or groups, as for the optimizer itself; the same on all ranks, with the
+            same values. Those of a `ShardedDataParallel` are divided as it has divided them.
+        optimizer_cls: What updates a rank's shards.
+        partition: "elements" cuts evenly, for optimizers that treat each element by itself;
+            "parameters" gives whole parameters to ranks, balanced by size, for any. By default
+            the first for those of torch's optimizers that allow it.
+        process_group: The ranks, as a group or a mesh of one dimension; all by default.
+        kwargs: For the optimizer.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_cls: type[Optimizer],
+        *,
+        partition: str | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _require_step_without_closure(optimizer_cls)
+        self.partition = _choose_partition(partition, optimizer_cls)
+        group = resolve_group(process_group)
+        self._group = GroupReference(group)
+        self._make: MakeOptimizer = lambda groups: optimizer_cls(groups, **kwargs)
+        self._loads = [0] * dist.get_world_size(group)
+        self._parts: dict[ShardUnit, UnitOptimizer] = {}
+        self._containers: list[ShardedParameters] = []
+        self._is_complete = False
+        listed = list(params)
+        # Validates the options as the optimizer itself would, and knows its defaults.
+        defaults = optimizer_cls(listed, **kwargs).defaults
+        super().__init__(listed, defaults)
+        self._is_complete = True
+        self._divide(self.param_groups)
+
+    @property
+    def parts(self) -> list[UnitOptimizer]:
+        """One inner optimizer per unit, in the order in which they step."""
+        return list(self._parts.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, and divides it among the ranks.
+
+        Args:
+            param_group: As torch's optimizers take it: params, and options that differ.
+        """
+        super().add_param_group(param_group)
+        if self._is_complete:
+            self._divide(self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates this rank's shards and sends them; returns the closure's loss.
+
+        Where the container steps in backward, all of that has been done; call it all the same.
+
+        Args:
+            closure: Computes the loss again, with gradients.
+            kwargs: For the optimizer's own step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            if not part.steps_in_backward:
+                part.step(**kwargs)
+        for part in self.parts:
+            if not part.is_awaited_elsewhere:
+                part.unit.wait()
+        for container in self._containers:
+            container.has_stepped = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters, owned or not, and of the shards.
+
+        Args:
+            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+        """
+        super().zero_grad(set_to_none)
+        for part in self.parts:
+            part.unit.zero_gradients(set_to_none=set_to_none)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank owns."""
+        for part in self.parts:
+            yield from part.shards
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """Returns the gradients of shards that their container has reduced to this rank."""
+        return [
+            shard.tensor.grad
+            for shard in self.shards()
+            if shard.tensor is not shard.parameter and shard.tensor.grad is not None
+        ]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Returns what this rank keeps from step to step, master copies of its shards included."""
+        kept = [part.unit.master for part in self.parts if part.unit.has_master]
+        for part in self.parts:
+            if part.inner is not None:
+                kept += _tensors_in_state(part.inner)
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's shards of the state, without talking to the others.
+
+        Each rank saves its own; `load_shards` takes them at any number of ranks, and
+        `merge_shards` makes a state dictionary of torch's own optimizer of them.
+        """
+        return save_shards(self.param_groups, self.parts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of torch's own optimizer, or what this rank itself has saved.
+
+        Args:
+            state_dict: Of all parameters, or of this rank's shards.
+        """
+        self.load_shards([state_dict])
+
+    def load_shards(self, states: Iterable[dict[str, Any]]) -> None:
+        """Takes the state from what all ranks have saved, at whatever number of ranks.
+
+        Args:
+            states: In any order; one is looked at after the other, and only what this rank owns
+                is kept.
+        """
+        load_shards(self.param_groups, self.parts, states)
+
+    def checkpoint_state(self, model: nn.Module) -> dict[str, Any]:
+        """Returns this rank's part of a checkpoint of torch.distributed.checkpoint.
+
+        Args:
+            model: What the parameters belong to; they go by the names that it gives them.
+        """
+        from paceline.parallel.zero.optimizer_checkpoint import checkpoint_state
+
+        return checkpoint_state(self.param_groups, self.parts, model)
+
+    def load_checkpoint(
+        self, model: nn.Module, reader: "StorageReader", prefix: str = "optimizer"
+    ) -> None:
+        """Takes the state from a checkpoint of torch.distributed.checkpoint; all ranks call it.
+
+        Args:
+            model: As for `checkpoint_state`.
+            reader: Where the checkpoint is, such as a `FileSystemReader`.
+            prefix: Under which key `checkpoint_state` was saved.
+        """
+        from paceline.parallel.zero.optimizer_checkpoint import load_checkpoint
+
+        load_checkpoint(self.param_groups, self.parts, model, reader, prefix)
+
+    def _divide(self, groups: Sequence[dict[str, Any]]) -> None:
+        plain: list[nn.Parameter] = []
+        sharded: dict[ShardedParameters, None] = {}
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if (found := find_sharded_parameters(parameter)) is None:
+                plain.append(parameter)
+            else:
+                sharded[found] = None
+        # Apart, so that what is frozen need not be sent with what is trained.
+        for is_trained in (True, False):
+            self._divide_plain([p for p in plain if p.requires_grad == is_trained], groups)
+        for parameters in sharded:
+            self._follow_container(parameters, groups)
+
+    def _divide_plain(
+        self, parameters: list[nn.Parameter], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        names = [
+            f"number {place} of shape {tuple(parameter.shape)}"
+            for place, parameter in enumerate(parameters)
+        ]
+        specs = [tensor_spec(*named) for named in zip(names, parameters, strict=True)]
+        rank = dist.get_rank(self._group.get())
+        for layout in divide(specs, self._loads, self.partition):
+            unit = ShardUnit(layout, parameters, names, rank=rank, partition=self.partition)
+            self._parts[unit] = UnitOptimizer(unit, self._group, groups, self._make)
+
+    def _follow_container(
+        self, parameters: ShardedParameters, groups: Sequence[dict[str, Any]]
+    ) -> None:
+        if self.partition is not Partition.ELEMENTS:
+            raise UsageError(
+                "a ShardedDataParallel cuts its parameters anywhere, which is right only for an "
+                "optimizer that treats each element by itself; use another container"
+            )
+        parameters.attach(self._step_unit)
+        if parameters not in self._containers:
+            self._containers.append(parameters)
+        for unit in parameters.units:
+            if unit in self._parts:
+                self._parts[unit].extend(groups)
+            else:
+                self._parts[unit] = UnitOptimizer(
+                    unit, parameters.group, groups, self._make, parameters
+                )
+
+    def _step_unit(self, unit: ShardUnit) -> None:
+        part = self._parts[unit]
+        part.step()
+        part.drop_gradients()
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the tensors that an optimizer keeps on this rank from step to step."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.state_tensors()
+    # torch's ZeroRedundancyOptimizer has an inner optimizer of this name.
+    return _tensors_in_state(getattr(optimizer, "optim", optimizer))
+
+
+def _tensors_in_state(optimizer: Optimizer) -> list[Tensor]:
+    kept = tree_leaves(list(optimizer.state.values()))
+    return [local_tensor(value) for value in kept if isinstance(value, Tensor)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor; torch's fully_shard divides its tensors."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> Partition:
+    is_elementwise = optimizer_cls in _ELEMENTWISE
+    if partition is None:
+        return Partition.ELEMENTS if is_elementwise else Partition.PARAMETERS
+    if partition not in tuple(Partition):
+        raise UsageError(
+            f"partition must be one of {', '.join(Partition)}, or None; got {partition!r}"
+        )
+    if partition == Partition.ELEMENTS and not is_elementwise:
+        raise UsageError(
+            f"{optimizer_cls.__name__} is not known to treat each element by itself, so its "
+            'parameters cannot be cut anywhere; use partition="parameters"'
+        )
+    return Partition(partition)
+
+
+def _require_step_without_closure(optimizer_cls: type[Optimizer]) -> None:
+    closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{optimizer_cls.__name__} evaluates the loss several times in a step, for which all "
+            "parameters would have to be sent each time; it cannot be sharded"
+        )

@@ -1,0 +1,224 @@
+"""A sharded optimizer's state in a checkpoint of torch.distributed.checkpoint.
+
+Saving, every rank writes its own shards; all of a parameter's shards are one flat tensor in the
+checkpoint, under the parameter's name. Loading, a rank looks up in the checkpoint's metadata what
+state there is for its shards, and reads these elements only, whoever has written them.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from paceline.parallel.buckets import num_reals, view_like
+from paceline.parallel.partition import Partition
+from paceline.parallel.zero.flat_parameters import Shard, flat_elements
+from paceline.parallel.zero.optimizer_state import (
+    STEP,
+    OptimizerStateError,
+    install,
+    load_options,
+    number_parameters,
+    pack_groups,
+)
+from paceline.parallel.zero.shard_optimizer import UnitOptimizer
+
+_STATE = "state"
+_GROUPS = "param_groups"
+_LAYOUT = "layout"
+
+
+class FlatPiece(Tensor):
+    """Elements of a flat tensor whose other elements are on other ranks.
+
+    torch.distributed.checkpoint asks a tensor's own methods of these names where it lies.
+    """
+
+    start: int
+    total: int
+
+    @staticmethod
+    def of(tensor: Tensor, start: int, total: int) -> "FlatPiece":
+        """Says where a tensor lies in the whole; it keeps its memory."""
+        piece = tensor.detach().as_subclass(FlatPiece)
+        piece.start, piece.total = start, total
+        return piece
+
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Returns the size of the whole, which the checkpoint knows it by."""
+        return torch.Size([self.total])
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        (chunk,) = self.__create_chunk_list__()
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._plain()),
+                    size=self.size(),
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.numel()]))
+        ]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self._plain()
+
+    def _plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def checkpoint_state(
+    groups: Sequence[dict[str, Any]], parts: Sequence[UnitOptimizer], model: nn.Module
+) -> dict[str, Any]:
+    """Returns what this rank has to save, by the names that the model gives its parameters."""
+    names = _names(groups, model)
+    state: dict[str, Any] = {
+        f"{_STATE}.{names[shard.parameter]}.{key}": _piece(shard, key, value)
+        for part in parts
+        for shard in part.shards
+        for key, value in part.state_of(shard).items()
+    }
+    state[_GROUPS] = _pack_groups(groups)
+    state[_LAYOUT] = json.dumps({name: _layout(p) for p, name in names.items()})
+    return state
+
+
+def load_checkpoint(
+    groups: Sequence[dict[str, Any]],
+    parts: Sequence[UnitOptimizer],
+    model: nn.Module,
+    reader: StorageReader,
+    prefix: str,
+) -> None:
+    """Reads what this rank needs, and gives it to its inner optimizers."""
+    names = _names(groups, model)
+    saved = reader.read_metadata().state_dict_metadata
+    if f"{prefix}.{_GROUPS}" not in saved:
+        raise OptimizerStateError(
+            f"the checkpoint holds no sharded optimizer under {prefix!r}; its first entries are "
+            f"{', '.join(list(saved)[:3])}"
+        )
+    by_parameter: dict[str, list[str]] = {}
+    for full_name in saved:
+        if full_name.startswith(f"{prefix}.{_STATE}."):
+            name, _, key = full_name.removeprefix(f"{prefix}.{_STATE}.").rpartition(".")
+            by_parameter.setdefault(name, []).append(key)
+    wanted: dict[str, Any] = {f"{prefix}.{_GROUPS}": None, f"{prefix}.{_LAYOUT}": None}
+    found: dict[Shard, dict[str, str]] = {}
+    for part in parts:
+        for shard in part.shards:
+            name = names[shard.parameter]
+            found[shard] = {}
+            for key in by_parameter.get(name, ()):
+                full_name = f"{prefix}.{_STATE}.{name}.{key}"
+                wanted[full_name] = _room_for(saved[full_name], shard, key)
+                found[shard][key] = full_name
+    load(wanted, storage_reader=reader)
+    _require_layout(names, json.loads(wanted[f"{prefix}.{_LAYOUT}"]))
+    load_options(groups, _unpack_groups(wanted[f"{prefix}.{_GROUPS}"]))
+    install(
+        parts,
+        {
+            shard: {
+                key: _shaped(part, shard, wanted[full_name])
+                for key, full_name in found[shard].items()
+            }
+            for part in parts
+            for shard in part.shards
+        },
+    )
+
+
+def _pack_groups(groups: Sequence[dict[str, Any]]) -> str:
+    """Returns groups as text: a checkpoint would take lists apart, and ask for the same again."""
+    # A learning rate may be a tensor.
+    return json.dumps(pack_groups(groups), default=lambda value: value.item())
+
+
+def _unpack_groups(text: str) -> list[dict[str, Any]]:
+    return [
+        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+        for group in json.loads(text)
+    ]
+
+
+def _layout(parameter: nn.Parameter) -> list[list[int]]:
+    """Returns shape and strides: state is saved in the order of the parameter's memory."""
+    return [list(parameter.shape), list(parameter.stride())]
+
+
+def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> None:
+    for parameter, name in names.items():
+        if name not in saved:
+            raise OptimizerStateError(
+                f"the checkpoint knows no parameter {name!r}, but {', '.join(list(saved)[:3])} and "
+                "others; give the model that was saved, under the same names"
+            )
+        if saved[name] != _layout(parameter):
+            raise OptimizerStateError(
+                f"parameter {name!r} was saved with shape and strides {saved[name]}, and has "
+                f"{_layout(parameter)} now; load it into the same model"
+            )
+
+
+def _names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
+    """Returns the names of the optimizer's parameters in the model."""
+    known = {parameter: name for name, parameter in _inner_parameters(model)}
+    numbers = number_parameters(groups)
+    for parameter, number in numbers.items():
+        if parameter not in known:
+            raise OptimizerStateError(
+                f"parameter {number} of the optimizer is not a parameter of the model; give the "
+                "model that the optimizer was made for"
+            )
+    return {parameter: known[parameter] for parameter in numbers}
+
+
+def _inner_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters by the inner model's names, which do not depend on the container."""
+    inner = getattr(model, "module", model)
+    yield from (inner if isinstance(inner, nn.Module) else model).named_parameters()
+
+
+def _piece(shard: Shard, key: str, value: Any) -> Any:
+    """Returns state as a piece of a flat tensor, if it has one number per element."""
+    if key == STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
+        return value
+    is_whole = shard.tensor is shard.parameter
+    flat = flat_elements(shard.parameter, value) if is_whole else value
+    return FlatPiece.of(flat, shard.start, num_reals(shard.parameter))
+
+
+def _room_for(saved: Any, shard: Shard, key: str) -> Any:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if key == STEP or saved.size != (num_reals(shard.parameter),):
+        return torch.empty(saved.size, dtype=dtype)
+    room = torch.empty(shard.end - shard.start, dtype=dtype)
+    return FlatPiece.of(room, shard.start, num_reals(shard.parameter))
+
+
+def _shaped(part: UnitOptimizer, shard: Shard, value: Any) -> Any:
+    if not isinstance(value, FlatPiece):
+        return value
+    flat = value.as_subclass(Tensor)
+    return view_like(shard.parameter, flat) if part.unit.partition is Partition.PARAMETERS else flat

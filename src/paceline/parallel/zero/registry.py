@@ -1,0 +1,83 @@
+"""Parameters that a container has divided among ranks, and the optimizer that updates them.
+
+The container knows when a bucket's gradients have arrived, the optimizer how to step. They meet
+here, and know each other by weak references only: parameters are found by identity, so that an
+optimizer needs nothing but the parameters.
+"""
+
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.core.errors import UsageError
+from paceline.parallel.reducer.settings import GroupReference
+from paceline.parallel.zero.flat_parameters import ShardUnit
+
+_known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
+
+
+class ShardedParameters:
+    """The units of one container.
+
+    Args:
+        units: In the order in which the next forward pass needs them.
+        group: The ranks that share them.
+        steps_in_backward: Whether each unit is updated as soon as its gradients have arrived.
+    """
+
+    def __init__(
+        self, units: Sequence[ShardUnit], group: GroupReference, *, steps_in_backward: bool
+    ) -> None:
+        self.units = units
+        self.group = group
+        self.steps_in_backward = steps_in_backward
+        self.has_stepped = False
+        """Whether units were updated in backward since the optimizer's last step."""
+        self._step_unit: weakref.WeakMethod[Callable[[ShardUnit], None]] | None = None
+        for unit in units:
+            for parameter in unit.parameters:
+                _known[parameter] = weakref.ref(self)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether anyone would update the shards."""
+        return self._step_unit is not None and self._step_unit() is not None
+
+    def attach(self, step_unit: Callable[[ShardUnit], None]) -> None:
+        """Lets a method of an optimizer update a unit's shards."""
+        if self._step_unit is not None and self._step_unit() not in (None, step_unit):
+            raise UsageError(
+                "the parameters of a ShardedDataParallel belong to another ShardedOptimizer "
+                "already; give one optimizer several groups instead"
+            )
+        self._step_unit = weakref.WeakMethod(step_unit)
+
+    def step_unit(self, unit: ShardUnit) -> None:
+        """Updates a unit's shards whose gradients have arrived, and sends them."""
+        step = None if self._step_unit is None else self._step_unit()
+        if step is None:
+            raise UsageError(
+                "a ShardedDataParallel that steps in backward has no optimizer; make a "
+                "ShardedOptimizer of its parameters before the first backward"
+            )
+        self.has_stepped = True
+        step(unit)
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of all shards."""
+        for unit in self.units:
+            unit.zero_gradients(set_to_none=set_to_none)
+
+    def wait(self) -> None:
+        """Waits until all parameters have their new values."""
+        for unit in self.units:
+            unit.wait()
+
+
+def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None:
+    """Returns whose parameter this is; None if no container has divided it."""
+    reference: Any = _known.get(parameter)
+    return None if reference is None else reference()

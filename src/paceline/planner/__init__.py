@@ -1,0 +1,1 @@
+"""Layouts of a model over a cluster: what each would take."""

@@ -1,0 +1,1 @@
+"""Memory and step time of many layouts at once, vectorised."""

@@ -1,0 +1,123 @@
+"""What blocks keep for backward under any layout, for arrays of layouts at once.
+
+Counted operation by operation, in bytes per token and block: h is `d_model`, a the width of all
+query heads, k that of all key heads, f `d_ff`, n the number of heads, s the context length, e the
+bytes of a number in the compute format.
+
+    what is kept                              bytes             divided over tensor ranks
+    layer norm: its input and output          2 e h             with sequence parallelism
+    RMS norm: float32 input, root, scaled
+      input, output                           4h + 4 + 2 e h    with sequence parallelism
+    dropout of a branch: its mask             h                 with sequence parallelism
+    queries, keys, values, attention's output e (2a + 2k)       always
+    flash: logarithm of each row's sum        4 n               always
+    stored scores: probabilities, and with
+      dropout its mask and its output         e n s, or (2e + 1) n s   always
+    activation function: input and output     2 e f             always
+    gated: gate, up, activation, product      4 e f             always
+
+With two norms, 16-bit numbers, dropout and f = 4h that is Korthikanti et al. 2022:
+s b h (10 + 24 / t + 5 a s / (h t)), and (s b h / t) (34 + 5 a s / h) with sequence parallelism.
+For a gated block in bfloat16 with RMS norms and k = r h it is 20h + 8 + 4 r h + 8f + 4n, which a
+test counts with torch's hooks, to the byte. Selective recomputation keeps no scores, full
+recomputation the block's input only.
+
+A pipeline of p stages has up to p micro-batches under way, so that the first stage keeps as many
+blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
+them (Narayanan et al. 2021). With fewer micro-batches than that, only so many are there.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+
+_FLOAT32_BYTES = 4
+_LOSS_ARRAYS = 3
+
+
+def block_bytes_per_token(
+    layouts: Layouts, workload: Workload, *, checkpointing: Any = None
+) -> Any:
+    """Returns what a block keeps of one token on one device.
+
+    `checkpointing` overrides that of the layouts: 0 gives what a block holds while it is computed
+    again.
+    """
+    chosen = layouts.checkpointing if checkpointing is None else checkpointing
+    stream = stream_bytes(workload) / layouts.stream_split
+    tensor = matrix_bytes(workload) / layouts.tensor
+    scores = np.where(chosen == CHECKPOINTING["none"], score_bytes(workload), 0) / layouts.tensor
+    block_input = workload.compute_bytes * workload.shape.d_model / layouts.stream_split
+    return np.where(chosen == CHECKPOINTING["full"], block_input, stream + tensor + scores)
+
+
+def stream_bytes(workload: Workload) -> int:
+    """Returns what norms and residuals keep of a token, all tensor ranks together."""
+    shape, size = workload.shape, workload.compute_bytes
+    branches = 2 if shape.num_heads else 1
+    norm = {
+        "none": size * shape.d_model,
+        "layernorm": 2 * size * shape.d_model,
+        "rmsnorm": (_FLOAT32_BYTES + 2 * size) * shape.d_model + _FLOAT32_BYTES,
+    }[shape.norm]
+    return branches * (norm + (shape.d_model if workload.dropout else 0))
+
+
+def matrix_bytes(workload: Workload) -> int:
+    """Returns what attention and feed-forward keep of a token, but for scores."""
+    shape, size = workload.shape, workload.compute_bytes
+    heads = 2 * size * (shape.attention_width + shape.key_value_width)
+    sums = _FLOAT32_BYTES * shape.num_heads if workload.attention == "flash" else 0
+    kept = {"swiglu": 4, "gelu": 2, "linear": 1}[shape.feed_forward]
+    return heads + sums + kept * size * shape.d_ff
+
+
+def score_bytes(workload: Workload) -> int:
+    """Returns what attention that stores its scores keeps of a token."""
+    if workload.attention == "flash":
+        return 0
+    size = workload.compute_bytes
+    per_score = 2 * size + 1 if workload.dropout else size
+    return per_score * workload.shape.num_heads * workload.context_length
+
+
+def blocks_under_way(layouts: Layouts, workload: Workload) -> Any:
+    """Returns how many blocks' activations of one micro-batch the first stage keeps at most."""
+    stages, parts = layouts.pipeline, layouts.pipeline_interleave
+    passes = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
+    most = np.asarray(workload.num_micro_batches) / stages
+    return workload.shape.num_layers * np.minimum(passes, most)
+
+
+def last_stage_blocks(layouts: Layouts, workload: Workload) -> Any:
+    """Returns how many blocks' activations of one micro-batch the last stage keeps at most.
+
+    Its own, and with interleaving those of its earlier parts, through which the following
+    micro-batches go before the last part's first backward: (v - 1) p + 1 parts of L / (p v).
+    """
+    stages, parts = layouts.pipeline, layouts.pipeline_interleave
+    passes = ((parts - 1) * stages + 1) / (stages * parts)
+    most = np.asarray(workload.num_micro_batches) / stages
+    return workload.shape.num_layers * np.minimum(passes, most)
+
+
+def layout_activation_bytes(layouts: Layouts, workload: Workload) -> Any:
+    """Returns what the first stage keeps for backward when most is under way."""
+    tokens = workload.tokens / layouts.context
+    per_token = block_bytes_per_token(layouts, workload)
+    return per_token * tokens * blocks_under_way(layouts, workload)
+
+
+def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
+    """Returns what one block holds while backward computes it again; 0 where nothing is."""
+    again = block_bytes_per_token(layouts, workload, checkpointing=CHECKPOINTING["none"])
+    kept = block_bytes_per_token(layouts, workload)
+    return (again - kept) * workload.tokens / layouts.context
+
+
+def logit_bytes(layouts: Layouts, workload: Workload) -> Any:
+    """Returns what the loss holds: log-probabilities and two gradients of them, in float32."""
+    tokens = workload.tokens / layouts.context
+    return _LOSS_ARRAYS * _FLOAT32_BYTES * tokens * workload.shape.vocab_size / layouts.tensor

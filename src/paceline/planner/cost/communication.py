@@ -1,0 +1,122 @@
+"""What the mesh axes send, and how long it takes on tiered links, for arrays of layouts.
+
+For q tokens of width h in one pass of a data-parallel rank, in numbers of e bytes, over t tensor
+ranks, c context ranks, and for a device that holds N / (t p) parameters before sharding:
+
+    tensor      two all-reduces of e q h / c bytes per layer forward, two backward, two more where
+                forward is recomputed in full; with sequence parallelism each is a reduce-scatter
+                and an all-gather of the same bytes (Korthikanti et al. 2022)
+    context     an all-gather of keys and values per layer forward and one backward, a
+                reduce-scatter of their gradients, and what is recomputed
+    pipeline    e q h / (c t) bytes to the next stage and back for each of v parts; without sequence
+                parallelism every tensor rank sends its part and the whole is gathered on arrival
+                (Narayanan et al. 2021)
+    gradients   a reduce-scatter over the shards, then an all-reduce of what a shard owns over
+                context ranks and replicas; without sharding the whole over all of them
+    parameters  an all-gather over the shards after the update (ZeRO 1 and 2), or before every
+                forward and again before every backward (ZeRO 3)
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
+from paceline.planner.cost.topology import Span, Tiers, collective_time_s, send_time_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpans:
+    """How the axes of many layouts lie over the tiers of a cluster."""
+
+    tensor: Span
+    context: Span
+    shard: Span
+    replicate: Span
+    neighbour_stages: Span
+    """A stage and the next."""
+
+    @classmethod
+    def of(cls, layouts: Layouts, tiers: Tiers) -> "MeshSpans":
+        """Places each axis of every layout."""
+        return cls(
+            tensor=tiers.span(layouts.tensor),
+            context=tiers.span(layouts.context, layouts.stride("context")),
+            shard=tiers.span(layouts.shard, layouts.stride("shard")),
+            replicate=tiers.span(layouts.replicate, layouts.stride("replicate")),
+            neighbour_stages=tiers.span(
+                np.minimum(layouts.pipeline, 2), layouts.stride("pipeline")
+            ),
+        )
+
+
+def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+    """Returns the seconds of the tensor axis per layer and pass."""
+    size = _stream_bytes(layouts, workload)
+    together = collective_time_s("all_reduce", spans.tensor, size)
+    # A reduce-scatter takes as long as the all-gather that undoes it.
+    in_halves = 2 * collective_time_s("all_gather", spans.tensor, size)
+    per_call = np.where(layouts.sequence_parallel, in_halves, together)
+    branches = 2 if workload.shape.num_heads else 1
+    return per_call * branches * _passes(layouts)
+
+
+def context_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+    """Returns the seconds of the context axis per layer and pass."""
+    width = 2 * workload.shape.key_value_width / layouts.tensor
+    size = workload.compute_bytes * workload.tokens * width
+    # Once per pass, and once more for the gradients, which are reduced and scattered.
+    return collective_time_s("all_gather", spans.context, size) * (_passes(layouts) + 1)
+
+
+def pipeline_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+    """Returns the seconds in which one stage hands one pass on, forward and backward."""
+    whole = _stream_bytes(layouts, workload)
+    sent = send_time_s(spans.neighbour_stages, whole / layouts.tensor)
+    gathered = collective_time_s("all_gather", spans.tensor, whole)
+    one_way = sent + np.where(layouts.sequence_parallel, 0.0, gathered)
+    return np.where(layouts.pipeline > 1, 2 * layouts.pipeline_interleave * one_way, 0.0)
+
+
+def gradient_time_s(
+    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: float
+) -> Any:
+    """Returns the seconds in which all gradients of a device are averaged once."""
+    size = workload.reduction_bytes * num_parameters / layouts.model_devices
+    divided = layouts.stage > 0
+    owned = size / np.where(divided, layouts.shard, 1)
+    over_shards = np.where(
+        divided,
+        collective_time_s("reduce_scatter", spans.shard, size),
+        collective_time_s("all_reduce", spans.shard, size),
+    )
+    over_context = collective_time_s("all_reduce", spans.context, owned)
+    return over_shards + over_context + collective_time_s("all_reduce", spans.replicate, owned)
+
+
+def gather_time_s(
+    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: float
+) -> Any:
+    """Returns the seconds in which a device gathers its parameters once; 0 where none are away.
+
+    What was updated comes in the parameters' own format; what is away is gathered for computing.
+    """
+    element_bytes = np.where(
+        layouts.stage == SHARDING_STAGES["parameters"],
+        workload.compute_bytes,
+        workload.parameter_bytes,
+    )
+    size = element_bytes * num_parameters / layouts.model_devices
+    gathered = collective_time_s("all_gather", spans.shard, size)
+    return np.where(layouts.stage > 0, gathered, 0.0)
+
+
+def _stream_bytes(layouts: Layouts, workload: Workload) -> Any:
+    """Returns the bytes of the residual stream of one pass, before the tensor axis divides it."""
+    tokens = workload.tokens / layouts.context
+    return workload.compute_bytes * tokens * workload.shape.d_model
+
+
+def _passes(layouts: Layouts) -> Any:
+    return np.where(layouts.checkpointing == CHECKPOINTING["full"], 3, 2)

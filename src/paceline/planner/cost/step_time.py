@@ -1,0 +1,229 @@
+"""The time of one training step by term, in closed form, for arrays of layouts at once.
+
+A device of a mesh with t tensor, c context and p pipeline ranks works on q / c tokens of each of
+its m micro-batches, in L / p layers. Per layer and micro-batch:
+
+    matrices      2 FLOPs per weight and token forward, 4 backward, 2 where recomputed in full
+    attention     4 FLOPs per score and channel forward, 8 backward; flash computes half of the
+                  scores, those that a causal mask leaves, and half of forward's again in backward.
+                  Stored scores are also read and written: whichever takes longer, FLOPs or bytes
+    memory        bytes of elementwise kernels over memory bandwidth (`layout_traffic`)
+    launches      seconds per kernel that nothing hides, if any are given
+    tensor, context, stages   communication that every layer or stage waits for
+                  (`layout_communication`)
+
+and per step
+
+    imbalance     the stage that has most to do sets the pace of every micro-batch: the last has
+                  the output layer and the loss beside its layers, and a division of L by p may
+                  leave a remainder
+    bubble        (p - 1) / (v m) of what a stage does on average
+    data          gradients averaged and parameters gathered, as far as the pass that they run
+                  beside does not hide them; `hidden` is the share of a pass that can
+    optimizer     bytes that updating one's own parameters reads and writes, over bandwidth
+
+Selective recomputation repeats attention's products and its softmax, where scores are stored. It
+is a model to compare layouts by; `paceline.accounting.communication.overlap` simulates the buckets
+of one.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from paceline.accounting.communication.collectives import Numbers
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.planner.cost.communication import (
+    MeshSpans,
+    context_time_s,
+    gather_time_s,
+    gradient_time_s,
+    pipeline_time_s,
+    tensor_time_s,
+)
+from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.planner.cost.memory_traffic import (
+    elementwise_bytes,
+    loss_bytes,
+    num_kernels,
+    score_product_bytes,
+)
+from paceline.planner.cost.topology import Tiers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What devices and links reach, as measured or as stated."""
+
+    flops_per_s: float
+    """Of one device on the model's matrices."""
+    memory_bytes_per_s: float
+    """Of one device in kernels that do little else than read and write."""
+    tiers: Tiers
+    launch_s: float = 0.0
+    """Of one kernel, as far as the kernel before does not hide it."""
+
+    def __post_init__(self) -> None:
+        for field in ("flops_per_s", "memory_bytes_per_s"):
+            if getattr(self, field) <= 0:
+                raise UsageError(f"Cluster.{field} is {getattr(self, field)}; it must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step by term; arrays like the layouts'."""
+
+    compute_s: Any
+    """Matrices and attention, averaged over the stages."""
+    memory_s: Any
+    launch_s: Any
+    tensor_s: Any
+    context_s: Any
+    stages_s: Any
+    imbalance_s: Any
+    bubble_s: Any
+    data_s: Any
+    optimizer_s: Any
+
+    @property
+    def total_s(self) -> Any:
+        """All terms together."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlopsPerPass:
+    """Operations of one device in one pass, recomputed ones included."""
+
+    layer_matrices: Any
+    layer_attention: Any
+    head: Any
+    """Of the output layer, which the last stage has."""
+
+
+def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
+    """Returns the operations that layouts leave one device per layer, and per output layer."""
+    shape = workload.shape
+    counted = count_parameters(shape)
+    tokens = workload.tokens / layouts.context / layouts.tensor
+    weights = (counted.attention + counted.feed_forward) / shape.num_layers
+    full = layouts.checkpointing == CHECKPOINTING["full"]
+    scores = 4 * shape.attention_width * _keys_per_query(workload)
+    if workload.attention == "flash":
+        times: Any = np.where(full, 4.5, 3.5)
+    else:
+        times = np.where(layouts.checkpointing == CHECKPOINTING["none"], 3, 4)
+    return FlopsPerPass(
+        layer_matrices=2 * weights * tokens * np.where(full, 4, 3),
+        layer_attention=scores * tokens * times,
+        head=6 * shape.vocab_size * shape.d_model * tokens,
+    )
+
+
+def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
+    """Returns the seconds of attention's products per layer and pass, by FLOPs or by bytes."""
+    operations = flops_per_pass(layouts, workload).layer_attention
+    moved = score_product_bytes(layouts, workload) * workload.tokens / layouts.context
+    return np.maximum(operations / cluster.flops_per_s, moved / cluster.memory_bytes_per_s)
+
+
+def step_time(
+    layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
+) -> StepTime:
+    """Returns the terms of every layout; `hidden` is the share of a pass that hides sending."""
+    if np.min(hidden) < 0 or np.max(hidden) > 1:
+        raise UsageError(f"hidden is {hidden}; it is a share of a pass, from 0 to 1")
+    shape, passes = workload.shape, np.asarray(workload.num_micro_batches)
+    spans = MeshSpans.of(layouts, cluster.tiers)
+    operations = flops_per_pass(layouts, workload)
+    tokens = workload.tokens / layouts.context
+    bandwidth = cluster.memory_bytes_per_s
+    layer_compute = operations.layer_matrices / cluster.flops_per_s + attention_time_s(
+        layouts, workload, cluster
+    )
+    layer_memory = elementwise_bytes(layouts, workload) * tokens / bandwidth
+    layer_launch = num_kernels(layouts, workload) * cluster.launch_s
+    layer_tensor = tensor_time_s(layouts, workload, spans)
+    layer_context = context_time_s(layouts, workload, spans)
+    layer = layer_compute + layer_memory + layer_launch + layer_tensor + layer_context
+    head_compute = operations.head / cluster.flops_per_s
+    head_memory = loss_bytes(layouts, workload) * tokens / bandwidth
+    head = head_compute + head_memory
+    handed_on = pipeline_time_s(layouts, workload, spans)
+
+    layers = shape.num_layers / layouts.pipeline
+    mean = layers * layer + head / layouts.pipeline
+    slowest = np.maximum(np.ceil(layers) * layer, np.floor(layers) * layer + head)
+    bubble = pipeline_bubble(layouts.pipeline, passes, layouts.pipeline_interleave)
+    num_parameters = count_parameters(shape).total
+    owned = num_parameters / layouts.model_devices / np.where(layouts.stage > 0, layouts.shard, 1)
+    return StepTime(
+        compute_s=passes * (layers * layer_compute + head_compute / layouts.pipeline),
+        memory_s=passes * (layers * layer_memory + head_memory / layouts.pipeline),
+        launch_s=passes * layers * layer_launch,
+        tensor_s=passes * layers * layer_tensor,
+        context_s=passes * layers * layer_context,
+        stages_s=passes * handed_on,
+        imbalance_s=passes * (slowest - mean),
+        bubble_s=bubble * passes * (mean + handed_on),
+        data_s=_exposed_s(
+            layouts,
+            workload,
+            spans,
+            pass_s=slowest,
+            num_parameters=num_parameters,
+            hidden=hidden,
+        ),
+        optimizer_s=owned * workload.update_bytes / bandwidth,
+    )
+
+
+def pipeline_bubble(
+    num_stages: Numbers, num_micro_batches: Numbers, interleave: Numbers = 1
+) -> Any:
+    """Returns the idle time of a pipeline over its busy time, (p - 1) / (v m)."""
+    stages = np.asarray(num_stages, dtype=np.float64)
+    return (stages - 1) / (np.asarray(interleave) * np.asarray(num_micro_batches))
+
+
+def _keys_per_query(workload: Workload) -> float:
+    if workload.attention == "naive":
+        return workload.context_length
+    return (workload.context_length + 1) / 2
+
+
+def _exposed_s(
+    layouts: Layouts,
+    workload: Workload,
+    spans: MeshSpans,
+    *,
+    pass_s: Any,
+    num_parameters: float,
+    hidden: Numbers,
+) -> Any:
+    """Returns what passes cannot hide of averaging gradients and gathering parameters.
+
+    ZeRO 3 gathers in every forward and every backward; ZeRO 1 and 2 gather once, beside the first
+    forward. Gradients are averaged beside the backward of the last pass, or of every pass.
+    """
+    full = layouts.checkpointing == CHECKPOINTING["full"]
+    # Backward takes twice as long as forward, and as long as it once more to recompute it.
+    forward = np.asarray(hidden) * pass_s * np.where(full, 1 / 4, 1 / 3)
+    backward = np.asarray(hidden) * pass_s - forward
+    gradients = gradient_time_s(layouts, workload, spans, num_parameters)
+    gathered = gather_time_s(layouts, workload, spans, num_parameters)
+    every_pass = layouts.stage == 3
+    passes = np.asarray(workload.num_micro_batches)
+    in_backward = np.where(every_pass, gathered, 0.0)
+    in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
+
+    def exposed(sent: Any, window: Any) -> Any:
+        return np.maximum(sent - window, 0.0)
+
+    return (
+        exposed(gathered, forward) * np.where(every_pass, passes, 1)
+        + exposed(in_other_backwards, backward) * (passes - 1)
+        + exposed(in_backward + gradients, backward)
+    )

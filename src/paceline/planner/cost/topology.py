@@ -1,0 +1,161 @@
+"""What collectives cost on a cluster whose links come in tiers: a host, a pod, everything.
+
+Devices are numbered so that those of one host follow each other, and the hosts of one pod too. A
+group of g ranks that lie k numbers apart (k is its stride: the product of the mesh axes inside its
+own) is split over the tiers by counting: a domain of D devices holds blocks of gcd(D / k, g) of its
+ranks, if k divides D, and blocks of one otherwise. Blocks that are no longer than that never lie
+across the border of a domain, wherever the group begins. The group spans the tiers in which its
+blocks grow. On these
+
+    ring           one ring, at the pace of the slowest tier that the group spans
+    tree           two complementary trees at that pace, all-reduce only
+    hierarchical   tier by tier, a ring of the blocks of the tier below, each with the bytes that
+                   the tiers below leave: S, then S over the ranks below, and so on
+
+`collective_time_s` takes the cheapest of the three for each group, as communication libraries do.
+All functions take arrays of sizes, groups and strides.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.accounting.communication.collectives import (
+    Numbers,
+    ring_time_s,
+    tree_all_reduce_time_s,
+)
+from paceline.core.collectives import Operation
+from paceline.core.errors import UsageError
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Devices that reach each other equally well."""
+
+    name: str
+    """What the domain is called: host, pod."""
+    num_devices: int | None
+    """Devices in one domain; None for the outermost tier, which holds all."""
+    latency_s: float
+    """Of one hop."""
+    bytes_per_s: float
+    """Of one device in one direction, while all others of its domain use theirs."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.latency_s < 0:
+            raise UsageError(
+                f"tier {self.name!r} has {self.bytes_per_s} bytes/s and a latency of "
+                f"{self.latency_s} s; give a positive bandwidth and a latency of 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """The tiers of a cluster, the innermost first."""
+
+    tiers: tuple[Tier, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tiers or self.tiers[-1].num_devices is not None:
+            raise UsageError("the last tier must have num_devices=None: it holds every device")
+        below = 1
+        for tier in self.tiers[:-1]:
+            if tier.num_devices is None or tier.num_devices < below or tier.num_devices % below:
+                raise UsageError(
+                    f"tier {tier.name!r} holds {tier.num_devices} devices; it must hold a whole "
+                    f"number of domains of {below} devices, the tier inside it"
+                )
+            below = tier.num_devices
+
+    def span(self, group: Any, stride: Any = 1) -> "Span":
+        """Returns how groups of so many ranks, a stride apart, lie over the tiers."""
+        remaining, step = np.broadcast_arrays(
+            np.asarray(group, dtype=np.int64), np.asarray(stride, dtype=np.int64)
+        )
+        ranks = remaining
+        blocks: list[Integers] = []
+        latency: Any = 0.0
+        bytes_per_s: Any = np.inf
+        for tier in self.tiers:
+            block = remaining
+            if tier.num_devices is not None:
+                block = _block(tier.num_devices, remaining, step)
+            blocks.append(block)
+            latency = np.where(block > 1, np.maximum(latency, tier.latency_s), latency)
+            bytes_per_s = np.where(
+                block > 1, np.minimum(bytes_per_s, tier.bytes_per_s), bytes_per_s
+            )
+            remaining, step = remaining // block, step * block
+        return Span(
+            tiers=self.tiers,
+            ranks=ranks,
+            blocks=tuple(blocks),
+            latency_s=latency,
+            bytes_per_s=bytes_per_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Span:
+    """Groups of ranks as they lie over the tiers; arrays like the groups'."""
+
+    tiers: tuple[Tier, ...]
+    ranks: Integers
+    blocks: tuple[Integers, ...]
+    """For each tier, how many blocks of the tier below a block there consists of."""
+    latency_s: Any
+    """Of the slowest tier that a group spans; 0 for a single rank."""
+    bytes_per_s: Any
+    """Of the slowest tier that a group spans; infinite for a single rank."""
+
+
+def _block(num_devices: int, remaining: Integers, step: Integers) -> Integers:
+    steps, left_over = np.divmod(num_devices, step)
+    return np.where(left_over == 0, np.gcd(steps, remaining), 1)
+
+
+def send_time_s(span: Span, size_bytes: Numbers) -> Any:
+    """Returns the seconds of a message inside groups of two; 0 for single ranks."""
+    return span.latency_s + np.asarray(size_bytes) / span.bytes_per_s
+
+
+def flat_ring_time_s(operation: Operation, span: Span, size_bytes: Numbers) -> Any:
+    """Returns the seconds of a collective on one ring through all tiers that the group spans."""
+    return ring_time_s(
+        operation, size_bytes, span.ranks, latency_s=span.latency_s, bytes_per_s=span.bytes_per_s
+    )
+
+
+def flat_tree_time_s(span: Span, size_bytes: Numbers) -> Any:
+    """Returns the seconds of an all-reduce over two trees through all tiers."""
+    return tree_all_reduce_time_s(
+        size_bytes, span.ranks, latency_s=span.latency_s, bytes_per_s=span.bytes_per_s
+    )
+
+
+def hierarchical_time_s(operation: Operation, span: Span, size_bytes: Numbers) -> Any:
+    """Returns the seconds of an all-reduce, all-gather or reduce-scatter, tier by tier."""
+    total: Any = 0.0
+    left = np.asarray(size_bytes, dtype=np.float64)
+    for tier, block in zip(span.tiers, span.blocks, strict=True):
+        total = total + ring_time_s(
+            operation, left, block, latency_s=tier.latency_s, bytes_per_s=tier.bytes_per_s
+        )
+        left = left / block
+    return total
+
+
+def collective_time_s(operation: Operation, span: Span, size_bytes: Numbers) -> Any:
+    """Returns the seconds of the cheapest algorithm for each group."""
+    cheapest = np.minimum(
+        flat_ring_time_s(operation, span, size_bytes),
+        hierarchical_time_s(operation, span, size_bytes),
+    )
+    if operation == "all_reduce":
+        return np.minimum(cheapest, flat_tree_time_s(span, size_bytes))
+    return cheapest

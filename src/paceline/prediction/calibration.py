@@ -1,0 +1,138 @@
+"""What a group of ranks reaches on the parts of a training step.
+
+Linear layers and attention of other shapes than those that were timed take the rate of the nearest
+ones, by their distance in the logarithms of their dimensions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from paceline.accounting.communication.alpha_beta_fit import CollectiveFit
+from paceline.core.collectives import Operation
+from paceline.core.errors import UsageError
+from paceline.records import CaseValue
+
+_NEIGHBOURS = 3
+_FARTHEST = math.log(16)
+"""Beyond a factor of 16 in one dimension, or of 4 in two at once, rates tell nothing."""
+
+_Cost = TypeVar("_Cost")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Forward and backward of one shape."""
+
+    dimensions: tuple[int, ...]
+    work: float
+    """What its time is proportional to, nearly."""
+    forward_s: float
+    backward_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contention:
+    """What computing and communicating cost each other."""
+
+    lost_s_per_byte: float
+    """Seconds that computing loses to each byte that is sent meanwhile."""
+    slowdown: float
+    """How much longer messages take while computing goes on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured costs of one place: the same hardware, ranks and links."""
+
+    place: Mapping[str, CaseValue]
+    """As the case of a record says it."""
+    linears: tuple[Timed, ...]
+    """By tokens, inputs and outputs."""
+    attentions: tuple[Timed, ...]
+    """By sequences, context length, heads, key-value heads and head width."""
+    stream_element_s: float
+    """For each number that an elementwise operation reads or writes."""
+    copy_element_s: float
+    """The same in large stretches of memory."""
+    forward_call_s: float
+    """What an operator costs, whatever its size."""
+    backward_call_s: float
+    """The same in backward."""
+    optimizer_element_s: float
+    """For each parameter that is updated."""
+    collectives: Mapping[str, CollectiveFit]
+    """By operation; empty for a rank alone."""
+    contentions: Mapping[str, Contention]
+    """By operation; empty for a rank alone."""
+    attention_implementation: str
+    float32_matmul_precision: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that it was measured with."""
+        return int(str(self.place["world_size"]))
+
+    def collective(self, operation: Operation) -> CollectiveFit:
+        """Returns the cost of an operation by size."""
+        return _require(self.collectives, operation)
+
+    def contention(self, operation: Operation) -> Contention:
+        """Returns what computing and an operation cost each other."""
+        return _require(self.contentions, operation)
+
+
+def linear_work(dimensions: tuple[int, ...]) -> float:
+    """Returns the multiplications of a linear layer, by tokens, inputs and outputs."""
+    return float(math.prod(dimensions))
+
+
+def attention_work(dimensions: tuple[int, ...]) -> float:
+    """Returns the multiplications of attention's scores, by its dimensions."""
+    num_sequences, context, num_heads, _, head_dim = dimensions
+    return float(num_sequences * context * context * num_heads * head_dim)
+
+
+def nearest_times(
+    timed: Sequence[Timed], dimensions: tuple[int, ...], work: float
+) -> tuple[float, float]:
+    """Returns the seconds of forward and backward of a shape, measured or from its neighbours."""
+    ranked = sorted(
+        ((_distance(entry.dimensions, dimensions), entry) for entry in timed),
+        key=lambda pair: pair[0],
+    )[:_NEIGHBOURS]
+    distance, nearest = ranked[0]
+    if distance == 0:
+        return nearest.forward_s, nearest.backward_s
+    if distance > _FARTHEST:
+        raise UsageError(
+            f"nothing like {_dimensions_text(dimensions)} was calibrated, the nearest is "
+            f"{_dimensions_text(nearest.dimensions)}; run paceline calibrate with this model and "
+            "batch into the same store"
+        )
+    weights = [1 / distance**2 for distance, _ in ranked]
+
+    def seconds(times: list[float]) -> float:
+        rates = [time / entry.work for time, (_, entry) in zip(times, ranked, strict=True)]
+        logarithms = [weight * math.log(rate) for weight, rate in zip(weights, rates, strict=True)]
+        return work * math.exp(sum(logarithms) / sum(weights))
+
+    return (
+        seconds([entry.forward_s for _, entry in ranked]),
+        seconds([entry.backward_s for _, entry in ranked]),
+    )
+
+
+def _distance(first: tuple[int, ...], second: tuple[int, ...]) -> float:
+    return math.dist([math.log(value) for value in first], [math.log(value) for value in second])
+
+
+def _dimensions_text(dimensions: tuple[int, ...]) -> str:
+    return " x ".join(str(dimension) for dimension in dimensions)
+
+
+def _require(costs: Mapping[str, _Cost], operation: Operation) -> _Cost:
+    if operation not in costs:
+        raise UsageError(f"the calibration holds no {operation}; run paceline calibrate again")
+    return costs[operation]

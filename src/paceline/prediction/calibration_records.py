@@ -1,0 +1,139 @@
+"""From the records that `paceline calibrate` writes to a calibration of each place."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segment
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+from paceline.prediction.calibration import (
+    Calibration,
+    Contention,
+    Timed,
+    attention_work,
+    linear_work,
+)
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import LINK_SHAPE
+
+PLACE_FIELDS = (
+    *("world_size", "num_hosts", "backend", "device", "hardware", "threads"),
+    *LINK_SHAPE,
+)
+"""What is the same for all measurements of a calibration, and for what it predicts."""
+
+_LINEAR = ("tokens", "inputs", "outputs")
+_ATTENTION = ("batch", "context", "num_heads", "num_kv_heads", "head_dim")
+_FIRST = "linear"
+
+_Place: TypeAlias = tuple[CaseValue, ...]
+_ByQuantity: TypeAlias = dict[str, list[Record]]
+
+
+def calibrations(records: Iterable[Record]) -> list[Calibration]:
+    """Makes a calibration of each place in the records; of what was repeated, the last counts."""
+    places: dict[_Place, _ByQuantity] = {}
+    for place, run in _runs(records):
+        measured = places.setdefault(place, {})
+        for quantity, group in run.items():
+            # Shapes of several models add up; everything else is of the place.
+            keeps = measured.get(quantity, []) if quantity in (_FIRST, "attention") else []
+            measured[quantity] = [*keeps, *group]
+    return [_calibration(place, measured) for place, measured in places.items()]
+
+
+def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
+    """Makes a calibration of every run in the records."""
+    return [_calibration(place, measured) for place, measured in _runs(records)]
+
+
+def _runs(records: Iterable[Record]) -> list[tuple[_Place, _ByQuantity]]:
+    """Returns the records of each run by quantity, in the order of their beginnings."""
+    runs: list[tuple[_Place, _ByQuantity]] = []
+    current: dict[_Place, _ByQuantity] = {}
+    for record in records:
+        if record.kind != "calibration" or record.outcome != "ok":
+            continue
+        place = tuple(record.case.get(field) for field in PLACE_FIELDS)
+        quantity = str(record.case["quantity"])
+        # A run begins with linear layers, so one that comes later is another run's.
+        if place not in current or (quantity == _FIRST and current[place].keys() - {_FIRST}):
+            current[place] = {}
+            runs.append((place, current[place]))
+        current[place].setdefault(quantity, []).append(record)
+    return runs
+
+
+def _calibration(place: _Place, measured: _ByQuantity) -> Calibration:
+    for quantity in (_FIRST, "attention", "stream", "copy", "call", "optimizer"):
+        if quantity not in measured:
+            raise UsageError(
+                f"a calibration lacks {quantity!r}; run paceline calibrate again, to its end"
+            )
+
+    def value(quantity: str, metric: str = "element_time_s") -> float:
+        return measured[quantity][-1].metrics[metric].value
+
+    how = measured["attention"][-1].case
+    return Calibration(
+        place=dict(zip(PLACE_FIELDS, place, strict=True)),
+        linears=_timed(measured[_FIRST], _LINEAR, linear_work),
+        attentions=_timed(measured["attention"], _ATTENTION, attention_work),
+        stream_element_s=value("stream"),
+        copy_element_s=value("copy"),
+        forward_call_s=value("call", "forward_time_s"),
+        backward_call_s=value("call", "backward_time_s"),
+        optimizer_element_s=value("optimizer"),
+        collectives=_fits(measured.get("collective", [])),
+        contentions={
+            str(record.case["operation"]): Contention(
+                lost_s_per_byte=record.metrics["lost_s_per_byte"].value,
+                slowdown=max(1.0, record.metrics["slowdown"].value),
+            )
+            for record in measured.get("contention", [])
+        },
+        attention_implementation=str(how["attention"]),
+        float32_matmul_precision=str(how["float32_matmul_precision"]),
+    )
+
+
+def _timed(
+    records: Sequence[Record], fields: Sequence[str], work: Callable[[tuple[int, ...]], float]
+) -> tuple[Timed, ...]:
+    timed = {}
+    for record in records:
+        dimensions = tuple(int(str(record.case[field])) for field in fields)
+        timed[dimensions] = Timed(
+            dimensions=dimensions,
+            work=work(dimensions),
+            forward_s=record.metrics["forward_time_s"].value,
+            backward_s=record.metrics["backward_time_s"].value,
+        )
+    return tuple(timed.values())
+
+
+def _fits(records: Sequence[Record]) -> dict[str, CollectiveFit]:
+    by_operation: dict[str, list[Record]] = {}
+    for record in records:
+        by_operation.setdefault(str(record.case["operation"]), []).append(record)
+    return {
+        operation: CollectiveFit(
+            segments=tuple(_segment(record) for record in fits),
+            max_relative_error=fits[0].metrics["max_relative_error"].value,
+        )
+        for operation, fits in by_operation.items()
+    }
+
+
+def _segment(record: Record) -> Segment:
+    bandwidth = record.metrics.get("algorithm_bandwidth_bytes_per_s")
+    return Segment(
+        smallest_bytes=float(str(record.case["smallest_bytes"])),
+        largest_bytes=float(str(record.case["largest_bytes"])),
+        latency_s=_estimate(record.metrics["latency_s"]),
+        bytes_per_s=None if bandwidth is None else _estimate(bandwidth),
+    )
+
+
+def _estimate(metric: Metric) -> Estimate:
+    return Estimate(value=metric.value, low=metric.low, high=metric.high)

@@ -1,0 +1,80 @@
+"""What a strategy sends of the gradients, message by message."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.accounting.communication.buckets import aligned, divide_as_torch, divide_into_buckets
+from paceline.accounting.memory.shards import cut_unit
+from paceline.core.collectives import Operation
+from paceline.core.errors import UsageError
+from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
+from paceline.core.units import MIB
+
+_FLOAT32_BYTES = 4
+_PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
+
+
+class Message(NamedTuple):
+    """One message of a step."""
+
+    operation: Operation
+    num_bytes: int
+    parameters: Sequence[int]
+    """Whose gradients, by their places in the model's list; none for what is told beside them."""
+
+
+def gradient_messages(
+    strategy: StrategyName,
+    parameter_sizes: Sequence[int],
+    world_size: int,
+    bucket_size_mb: float | None = None,
+) -> list[Message]:
+    """Returns the messages of a step in float32, in the order of their launch.
+
+    Args:
+        strategy: One that averages gradients, on all ranks or on their owners.
+        parameter_sizes: Elements of each parameter, in the model's order.
+        world_size: Ranks.
+        bucket_size_mb: Largest bucket in MiB; None for the strategy's own default.
+    """
+    if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
+        raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")
+    cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
+    places = range(len(parameter_sizes) - 1, -1, -1)
+    if strategy == "torch_ddp":
+        sizes = [_FLOAT32_BYTES * parameter_sizes[place] for place in places]
+        return [
+            Message("all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group)
+            for group in divide_as_torch(places, sizes, cap_bytes)
+        ]
+    filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
+    if strategy in _PER_PARAMETER:
+        cap_bytes = 0.0
+    elif strategy != "flat" and cap_bytes is None:
+        cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
+    groups = divide_into_buckets(
+        places, [_FLOAT32_BYTES * filled[place] for place in places], cap_bytes
+    )
+    if strategy == "sharded":
+        return _to_owners(groups, parameter_sizes, world_size)
+    # Behind the gradients, one number per parameter tells whether this rank has one.
+    return [
+        Message(
+            "all_reduce",
+            _FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)),
+            group,
+        )
+        for group in groups
+    ]
+
+
+def _to_owners(
+    groups: Sequence[Sequence[int]], parameter_sizes: Sequence[int], world_size: int
+) -> list[Message]:
+    """Returns buckets filled up to equal shares, and what tells which gradients any rank has."""
+    messages = []
+    for group in groups:
+        unit = [parameter_sizes[place] for place in group]
+        share = cut_unit(unit, world_size, _FLOAT32_BYTES).share
+        messages.append(Message("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group))
+    return [*messages, Message("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ())]

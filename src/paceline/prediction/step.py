@@ -1,0 +1,157 @@
+"""How long a data-parallel step takes on a calibrated machine, by what its time goes to.
+
+Computing is `paceline.prediction.compute`'s. What a strategy adds, with P parameters on n
+ranks:
+
+    optimizer     P, or P/n where its state is divided, times what a parameter's update takes
+    handling      passes over the gradients, into buckets and out of them
+    exposed       what is waited for: every message of naive and flat; of the others what is left
+                  when backward is over (`paceline.prediction.overlap_simulator`). With a
+                  sharded optimizer all parameters come back after its step; sharded containers
+                  send them bucket by bucket, and the next forward waits only where it must
+    contention    what computing loses to messages that go beside it, by the byte, and no more than
+                  it would lose by waiting for them; meanwhile they take longer, too
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from paceline.core.collectives import Operation
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.strategies import SHARDED_STATE, StrategyName
+from paceline.prediction.calibration import Calibration
+from paceline.prediction.compute import ComputeTime, compute_time
+from paceline.prediction.messages import Message, gradient_messages
+from paceline.prediction.overlap_simulator import Played, Sending, Work, play
+
+PREDICTED: tuple[StrategyName, ...] = (
+    *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
+    *("sharded_optimizer", "sharded"),
+)
+"""The strategies whose step can be predicted."""
+
+# Numbers read and written per gradient: into the bucket, and its average out of it. torch averages
+# on the way in.
+_PASSES = 4
+_TORCH_PASSES = 2
+_AFTER_BACKWARD: tuple[StrategyName, ...] = ("naive", "flat")
+_GATHER: Operation = "gather_from_owners"
+_FLOAT32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTerms:
+    """Seconds of a step by what they go to."""
+
+    products_s: float
+    attention_s: float
+    stream_s: float
+    calls_s: float
+    handling_s: float
+    optimizer_s: float
+    contention_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return float(sum(dataclasses.astuple(self)))
+
+
+def strategy_step_terms(
+    shape: ModelShape,
+    batch: BatchShape,
+    strategy: StrategyName,
+    calibration: Calibration,
+    bucket_size_mb: float | None = None,
+) -> StepTerms:
+    """Predicts a step in float32 on the ranks of the calibration."""
+    if strategy not in PREDICTED:
+        raise UsageError(
+            f"the time of {strategy!r} is not predicted yet; predicted: {', '.join(PREDICTED)}"
+        )
+    computing = compute_time(shape, batch, calibration)
+    sizes = [size for piece in computing.pieces for size in piece.parameter_sizes]
+    world_size = calibration.world_size
+    divides = strategy in SHARDED_STATE and world_size > 1
+    handling_s = lost_s = exposed_s = 0.0
+    optimizer_s = sum(sizes) * calibration.optimizer_element_s / (world_size if divides else 1)
+    if strategy != "none" and world_size > 1:
+        passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
+        handling_s = passes * sum(sizes) * calibration.copy_element_s
+        messages = gradient_messages(strategy, sizes, world_size, bucket_size_mb)
+        played = [_gradients(strategy, messages, computing, handling_s, calibration)]
+        if strategy == "sharded_optimizer":
+            exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
+        elif divides:
+            played.append(_parameters(messages, computing, optimizer_s, calibration))
+        lost_s = sum(lanes.lost_s for lanes in played)
+        exposed_s += sum(lanes.waited_s for lanes in played)
+    return StepTerms(
+        products_s=computing.total("products_s"),
+        attention_s=computing.total("attention_s"),
+        stream_s=computing.total("stream_s"),
+        calls_s=computing.total("calls_s"),
+        handling_s=handling_s,
+        optimizer_s=optimizer_s,
+        contention_s=lost_s,
+        exposed_s=exposed_s,
+    )
+
+
+def _gradients(
+    strategy: StrategyName,
+    messages: Sequence[Message],
+    computing: ComputeTime,
+    handling_s: float,
+    calibration: Calibration,
+) -> Played:
+    """Plays backward, and messages that start when their last gradient is there."""
+    stretch = 1 + handling_s / computing.backward_s
+    work = [Work(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
+    completed = computing.completed_after()
+    sendings = []
+    for message in messages:
+        after = len(work)
+        if strategy not in _AFTER_BACKWARD and message.parameters:
+            after = max(completed[place] for place in message.parameters)
+        sendings.append(_sending(message.operation, message.num_bytes, after, calibration))
+    return play(work, sendings, wait_for_all=True)
+
+
+def _parameters(
+    messages: Sequence[Message],
+    computing: ComputeTime,
+    optimizer_s: float,
+    calibration: Calibration,
+) -> Played:
+    """Plays parameters that are updated and sent bucket by bucket, while forward follows them."""
+    buckets = [message for message in reversed(messages) if message.parameters]
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    work = [Work(seconds=optimizer_s * bucket.num_bytes / num_bytes) for bucket in buckets]
+    arrival = {
+        place: number
+        for number, bucket in enumerate(buckets, start=1)
+        for place in bucket.parameters
+    }
+    place = needs = 0
+    for piece, time in zip(computing.pieces, computing.forward, strict=True):
+        for _ in piece.parameter_sizes:
+            needs = max(needs, arrival[place])
+            place += 1
+        work.append(Work(seconds=time.total_s, needs=needs))
+    sendings = [
+        _sending(_GATHER, bucket.num_bytes, number, calibration)
+        for number, bucket in enumerate(buckets, start=1)
+    ]
+    return play(work, sendings, wait_for_all=False)
+
+
+def _sending(operation: Operation, num_bytes: int, after: int, calibration: Calibration) -> Sending:
+    return Sending(
+        seconds=calibration.collective(operation).time_s(num_bytes),
+        num_bytes=num_bytes,
+        after=after,
+        contention=calibration.contention(operation),
+    )

@@ -1,0 +1,1 @@
+"""A report as a tree of blocks, written as HTML or Markdown."""

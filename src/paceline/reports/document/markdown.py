@@ -1,0 +1,87 @@
+"""A report as Markdown with its pictures beside it, for a repository or a pull request."""
+
+import html
+import pathlib
+import re
+
+from paceline.reports.document.model import AnsweredPart, Block, Report, Section
+from paceline.reports.tables.table import Table, render_markdown
+
+_PICTURES = "figures"
+# What Markdown would read as formatting, links or code; numbers and prose hardly use them.
+_SPECIAL = re.compile(r"([\\`*_\[\]#])")
+
+
+def write_markdown(report: Report, directory: pathlib.Path) -> pathlib.Path:
+    """Writes report.md and its pictures, and returns the path of the former."""
+    pictures = directory / _PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    for section in report.sections:
+        for part in section.parts:
+            for block in part.blocks:
+                for picture in block.pictures:
+                    (pictures / f"{picture.name}.svg").write_bytes(picture.svg)
+    path = directory / "report.md"
+    path.write_text(render_report(report), encoding="utf-8")
+    return path
+
+
+def render_report(report: Report) -> str:
+    """Renders the text; pictures are referred to in a directory beside it."""
+    lines = [f"# {_text(report.title)}", ""]
+    for sentence in report.summary:
+        lines += [_text(sentence), ""]
+    for number, section in enumerate(report.sections, start=1):
+        lines += _section_lines(number, section)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section_lines(number: int, section: Section) -> list[str]:
+    lines = [f"## {number}. {_text(section.title)}", "", f"`{section.name}`", ""]
+    for part in section.parts:
+        lines += _part_lines(part)
+    if section.failures:
+        lines += ["Attempts that came to nothing:", ""]
+        lines += [*(f"- {_text(failure)}" for failure in section.failures), ""]
+    return lines
+
+
+def _part_lines(part: AnsweredPart) -> list[str]:
+    lines = [f"### {_text(part.title)}", "", f"_{_text(part.question)}_", ""]
+    if not part.blocks:
+        lines += ["Not measured. This measures it:", "", "```console"]
+        lines += [*(f"$ {command}" for command in part.commands), "```", ""]
+    for block in part.blocks:
+        lines += _block_lines(block)
+    return lines
+
+
+def _block_lines(block: Block) -> list[str]:
+    lines = [f"#### {_text(block.heading)}", ""] if block.heading else []
+    for working in block.working:
+        lines += ["```text", working.render(), "```", ""]
+    for table in block.tables:
+        lines += [render_markdown(_escaped(table)), ""]
+    for picture in block.pictures:
+        description = _text(picture.description)
+        lines += [f"![{description}]({_PICTURES}/{picture.name}.svg)", ""]
+    lines += [f"- {_text(sentence)}" for sentence in block.commentary]
+    lines += [""] if block.commentary else []
+    for place in block.places:
+        lines += [f"Measured on {_text(place)}", ""]
+    return lines
+
+
+def _escaped(table: Table) -> Table:
+    return Table(
+        headers=tuple(_text(header) for header in table.headers),
+        rows=tuple(tuple(_text(cell) for cell in row) for row in table.rows),
+        caption=_text(table.caption),
+        notes=tuple(_text(note) for note in table.notes),
+    )
+
+
+def _text(text: str) -> str:
+    """Escapes what Markdown, or the HTML that it lets through, would not show as it is."""
+    one_line = " ".join(text.split())
+    return html.escape(_SPECIAL.sub(r"\\\1", one_line), quote=False)

@@ -1,0 +1,74 @@
+"""What a report consists of, before it is a page: sections, their parts, and blocks of findings.
+
+Plain data: how it looks is decided by whoever renders it.
+"""
+
+import dataclasses
+
+from paceline.accounting.explanation import Explanation
+from paceline.reports.tables.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawing and what it shows."""
+
+    name: str
+    """File name without ending, unique in a report."""
+    description: str
+    """What a reader who cannot see it needs to know."""
+    svg: bytes
+    """The drawing, complete in itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one set of comparable records, or a calculation, says of a question."""
+
+    heading: str = ""
+    """Where it was measured, or what was calculated."""
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    working: tuple[Explanation, ...] = ()
+    commentary: tuple[str, ...] = ()
+    """Sentences made from the figures of the block."""
+    places: tuple[str, ...] = ()
+    """The machines and software that the figures come from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnsweredPart:
+    """One question of a deliverable, with what is known of it."""
+
+    title: str
+    question: str
+    blocks: tuple[Block, ...]
+    """Empty where nothing was measured."""
+    commands: tuple[str, ...]
+    """What measures it; none for what is calculated."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """One deliverable."""
+
+    name: str
+    """As the courses call it."""
+    title: str
+    parts: tuple[AnsweredPart, ...]
+    failures: tuple[str, ...] = ()
+    """Attempts to measure it that came to nothing."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part has an answer."""
+        return all(part.blocks for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """All deliverables in order."""
+
+    title: str
+    summary: tuple[str, ...]
+    sections: tuple[Section, ...]

@@ -1,0 +1,48 @@
+"""Drawings as they are put into a page: complete SVG, the same bytes for the same records."""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.records import CaseValue, Record
+from paceline.reports.document.model import Picture
+from paceline.reports.plots.registry import draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_picture(plot: str, records: Sequence[Record], name: str, description: str) -> Picture:
+    """Draws one of the named plots.
+
+    Args:
+        plot: A name of `paceline.reports.plots.registry.PLOTS`.
+        records: What it is drawn from.
+        name: File name without ending.
+        description: What it shows.
+    """
+    return picture_of(draw(plot, [_plain(record) for record in records]), name, description)
+
+
+def picture_of(figure: "Figure", name: str, description: str) -> Picture:
+    """Turns a figure into SVG."""
+    import matplotlib
+
+    output = io.BytesIO()
+    # Without these, every drawing would differ from the last by its date and its identifiers.
+    with matplotlib.rc_context({"svg.hashsalt": f"paceline {name}"}):
+        figure.savefig(output, format="svg", metadata={"Date": None})
+    return Picture(name=name, description=description, svg=output.getvalue())
+
+
+def _plain(record: Record) -> Record:
+    """Keeps a dollar sign in a name from beginning a formula, which may not even be one."""
+    return msgspec.structs.replace(
+        record, case={field: _escaped(value) for field, value in record.case.items()}
+    )
+
+
+def _escaped(value: CaseValue) -> CaseValue:
+    return value.replace("$", r"\$") if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""Which records may be compared, and whether they differ."""

@@ -1,0 +1,120 @@
+"""The records that a report is made of, and which of them may be laid side by side.
+
+A store holds whatever was measured, on several machines and in several ways. Figures may be
+compared when their cases agree in everything but what the question varies; of all such groups at a
+place, the one with the most to compare answers the question.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+from paceline.records import CaseValue, Record, join_key
+from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
+from paceline.records.store import case_key
+from paceline.reports.evidence.provenance import machine_of
+
+Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
+"""What a group of records must show."""
+
+_PLACE = ("device", "hardware", "num_hosts", LINK_RATE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The newest record of every case, and runs for scaling laws."""
+
+    records: tuple[Record, ...]
+    runs: pathlib.Path | None = None
+    """A file of training runs for the scaling-law question; without one it is answered for runs
+    that are made up."""
+
+    @classmethod
+    def of(cls, records: Sequence[Record], runs: pathlib.Path | None = None) -> "Evidence":
+        """Keeps the newest of repeated cases: a failure does not hide figures that are known."""
+        kept: dict[object, Record] = {}
+        for record in records:
+            key = _identity(record)
+            if record.metrics or key not in kept or not kept[key].metrics:
+                kept[key] = record
+        return cls(records=tuple(kept.values()), runs=runs)
+
+    def find(self, kind: str, **fields: CaseValue | tuple[CaseValue, ...]) -> list[Record]:
+        """Returns the measurements of a kind whose case has these values, or one of several."""
+        return [
+            record
+            for record in self.records
+            if record.kind == kind
+            and all(_agrees(record.case.get(name), value) for name, value in fields.items())
+        ]
+
+    def predictions(self, kind: str) -> list[Record]:
+        """Returns what was predicted of a kind."""
+        return [
+            record
+            for record in self.records
+            if record.kind == PREDICTION and record.measured_kind.name == kind
+        ]
+
+    def predictions_for(self, kind: str, measured: Sequence[Record]) -> list[Record]:
+        """Returns what was predicted of the very cases that were measured."""
+        keys = {join_key(record) for record in measured}
+        return [record for record in self.predictions(kind) if join_key(record) in keys]
+
+
+def _identity(record: Record) -> object:
+    """Returns what a record replaces another of: its case, and its machine if that is not in it."""
+    fields = record.measured_kind.join_key
+    if "subject" not in fields or "hardware" in fields:
+        return case_key(record)
+    return (case_key(record), machine_of(record))
+
+
+def _agrees(value: CaseValue, wanted: CaseValue | tuple[CaseValue, ...]) -> bool:
+    return value in wanted if isinstance(wanted, tuple) else value == wanted
+
+
+def comparable_groups(
+    records: Sequence[Record], over: Collection[str], *, holds: Predicate | None = None
+) -> list[list[Record]]:
+    """Returns for every place the largest group of records that differ in nothing but `over`.
+
+    Args:
+        records: Measurements of one kind.
+        over: The case fields that the question varies.
+        holds: What the measured records of a group must show to answer the question; by default
+            there must be one.
+    """
+    groups: dict[frozenset[tuple[str, CaseValue]], list[Record]] = {}
+    left_out = {*over, MEASURED_LINK_RATE}
+    for record in records:
+        key = frozenset(item for item in record.case.items() if item[0] not in left_out)
+        groups.setdefault(key, []).append(record)
+    best: dict[tuple[CaseValue, ...], list[Record]] = {}
+    for group in groups.values():
+        measured = [record for record in group if record.metrics]
+        if not measured or not (holds is None or holds(measured)):
+            continue
+        place = tuple(group[0].case.get(field) for field in _PLACE)
+        if place not in best or _weight(group) > _weight(best[place]):
+            best[place] = group
+    return list(best.values())
+
+
+def varies(field: str) -> Predicate:
+    """Returns whether records have at least two values of a field."""
+    return lambda records: len({record.case.get(field) for record in records}) > 1
+
+
+def includes(field: str, *values: CaseValue) -> Predicate:
+    """Returns whether records have all these values of a field among them."""
+    return lambda records: set(values) <= {record.case.get(field) for record in records}
+
+
+def _weight(group: Sequence[Record]) -> tuple[int, str]:
+    """Orders groups: more measured cases first, then newer ones."""
+    return (
+        sum(bool(record.metrics) for record in group),
+        max(record.environment.time for record in group),
+    )

@@ -1,0 +1,88 @@
+"""Which records come from one machine, and which from one run of a command."""
+
+import collections
+import datetime
+from collections.abc import Sequence
+
+from paceline.core.units import format_decimal, format_gibibytes, to_gibibytes
+from paceline.records import Environment, Record
+from paceline.records.kinds import LINK_RATE
+
+_STAMPING = datetime.timedelta(seconds=2)
+"""A command stamps the records of a run one after the other within this time."""
+
+
+def machine_of(record: Record) -> tuple[object, ...]:
+    """Returns what tells the machine of a record from others."""
+    there = record.environment
+    return (there.processor, there.num_processors, there.memory_bytes, there.devices)
+
+
+def moment_of(record: Record) -> datetime.datetime:
+    """Returns when a record was made."""
+    moment = datetime.datetime.fromisoformat(record.environment.time)
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+
+
+def same_machine(first: Record, second: Record) -> bool:
+    """Whether two records come from machines that nothing tells apart."""
+    return machine_of(first) == machine_of(second)
+
+
+def same_run(first: Record, second: Record) -> bool:
+    """Whether two records were made by one run of a command."""
+    return same_machine(first, second) and abs(moment_of(first) - moment_of(second)) <= _STAMPING
+
+
+_COMMIT_DIGITS = 10
+
+
+def describe_place(record: Record) -> str:
+    """Names the hardware of a case, and its links where they were shaped."""
+    case = record.case
+    parts = [str(case.get("hardware", record.environment.processor))]
+    if "num_hosts" in case:
+        hosts = case["num_hosts"]
+        parts.append("one host" if hosts == 1 else f"{hosts} hosts")
+    rate = case.get(LINK_RATE)
+    if isinstance(rate, int | float):
+        parts.append(f"links of {format_decimal(rate, 'bit/s')}")
+    return ", ".join(parts)
+
+
+def describe_machines(records: Sequence[Record]) -> tuple[str, ...]:
+    """Returns a line for every machine that the records come from, whatever ran on it."""
+    counts = collections.Counter(_hardware(record.environment) for record in records)
+    return tuple(f"{machine}: {count} records" for machine, count in counts.items())
+
+
+def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
+    """Returns a line for every environment that the records come from."""
+    times: dict[str, list[str]] = {}
+    for record in records:
+        times.setdefault(_machine(record.environment), []).append(record.environment.time)
+    return tuple(f"{machine}; {_period(found)}" for machine, found in times.items())
+
+
+def _hardware(environment: Environment) -> str:
+    memory = ""
+    if environment.memory_bytes is not None:
+        memory = f", {format_gibibytes(to_gibibytes(environment.memory_bytes), 1)}"
+    processors = f"{environment.processor} ({environment.num_processors} processors{memory})"
+    return "; ".join((processors, *environment.devices))
+
+
+def _machine(environment: Environment) -> str:
+    parts = [_hardware(environment)]
+    packages = (f"{name} {version}" for name, version in environment.packages.items())
+    parts.append(", ".join((f"Python {environment.python}", *packages)))
+    version = f"paceline {environment.paceline}"
+    if environment.commit is not None:
+        changed = ", modified" if environment.modified else ""
+        version += f" at {environment.commit[:_COMMIT_DIGITS]}{changed}"
+    return "; ".join((*parts, environment.platform, version))
+
+
+def _period(times: Sequence[str]) -> str:
+    days = sorted({time[:10] for time in times})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"

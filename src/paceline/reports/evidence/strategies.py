@@ -1,0 +1,62 @@
+"""Strategies that were measured side by side, and the figures that they are compared by."""
+
+from collections.abc import Sequence
+
+from paceline.records import Record
+from paceline.reports.evidence.comparison import Ratio, paired_ratio, unpaired_ratio
+from paceline.reports.evidence.fields import case_number
+from paceline.reports.evidence.groups import Evidence, comparable_groups, includes
+from paceline.reports.evidence.provenance import same_run
+
+STRATEGIES = ("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp")
+"""In the order in which they are told."""
+OVER = ("strategy", "bucket_size_mb")
+"""The case fields that tell strategies apart."""
+EXPOSED = "exposed_communication_s"
+_STEP = "step_time_s"
+
+
+def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
+    """Returns for every place a group of measured strategies, all that are needed among them."""
+    found = [
+        record
+        for record in evidence.find("ddp", strategy=STRATEGIES, compile="none")
+        if record.metrics and step_seconds(record) > 0 and has_peers(record)
+    ]
+    return comparable_groups(found, OVER, holds=includes("strategy", *needed))
+
+
+def has_peers(record: Record) -> bool:
+    """Returns whether there is anybody to send to: one rank alone tells nothing of that."""
+    return case_number(record, "world_size") > 1
+
+
+def of_strategies(group: Sequence[Record], *names: str) -> list[Record]:
+    """Returns those of a group that follow one of these strategies, in the order of the names."""
+    return [record for name in names for record in group if record.case["strategy"] == name]
+
+
+def step_seconds(record: Record) -> float:
+    """Returns the time of a step."""
+    return record.metrics[_STEP].value
+
+
+def exposed_seconds(record: Record) -> float:
+    """Returns what a step waits for communication when backward is over."""
+    return record.metrics[EXPOSED].value
+
+
+def step_ratio(subject: Record, baseline: Record) -> Ratio | None:
+    """Compares the steps of two strategies."""
+    return _ratio(subject, baseline, _STEP)
+
+
+def exposed_ratio(subject: Record, baseline: Record) -> Ratio | None:
+    """Compares what the steps of two strategies wait for."""
+    return _ratio(subject, baseline, EXPOSED)
+
+
+def _ratio(subject: Record, baseline: Record, metric: str) -> Ratio | None:
+    # Only strategies of one run took their steps in turn.
+    compare = paired_ratio if same_run(subject, baseline) else unpaired_ratio
+    return compare(subject.metrics[metric], baseline.metrics[metric])

@@ -1,0 +1,240 @@
+"""Pictures of attention by sequence length, on log axes.
+
+One implementation is drawn as one picture, a line for each case; several are compared in panels,
+one for each width and format, in which an implementation always has the same colour.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+from paceline.core.specs import AttentionKind
+from paceline.core.units import MIB
+from paceline.records import Record
+from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
+from paceline.reports.plots.style import COLORS, GRAY, new_figure, subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MARKERS = ("o", "s")
+_DASHES: tuple[Literal["-", "--"], ...] = ("-", "--")
+_MARKER_SIZE = 4.0
+_IMPLEMENTATION_COLORS = dict(zip(get_args(AttentionKind), COLORS, strict=False))
+# Those that store no scores may keep the same to the byte: each shows around the next.
+_IMPLEMENTATION_MARKER_SIZES: dict[AttentionKind, float] = {
+    "tiled": 7.0,
+    "sdpa": 4.5,
+    "triton": 2.5,
+}
+_MOST_COLUMNS = 4
+_PANEL_INCHES = (3.0, 2.6)
+_LEGEND_INCHES = 1.7
+_SMALLEST_WIDTH_INCHES = 8.0
+_LENGTHS_SIDE_BY_SIDE = 5
+"""More lengths than these have their numbers written upwards."""
+_MARK_HEIGHT = 0.05
+"""Of a panel, for the row of marks of an implementation's cases without numbers."""
+
+
+def plot_attention_time(records: Sequence[Record]) -> "Figure":
+    """Draws both passes by sequence length."""
+    metrics = {"forward": "forward_time_s", "backward": "backward_time_s"}
+    return _plot("time", records, metrics, scale=1e3, unit="time (ms)")
+
+
+def plot_attention_memory(records: Sequence[Record]) -> "Figure":
+    """Draws the memory kept for backward and the peak by sequence length."""
+    metrics = {"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"}
+    return _plot("memory", records, metrics, scale=1 / MIB, unit="memory (MiB)")
+
+
+def _plot(
+    subject: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
+) -> "Figure":
+    implementations = {record.case["implementation"] for record in records}
+    if len(implementations) > 1:
+        return _plot_panels(f"Attention: {subject}", records, metrics, scale=scale, unit=unit)
+    name = "Attention that stores its scores" if implementations == {"naive"} else "Attention"
+    return _plot_lines(f"{name}: {subject}", records, metrics, scale=scale, unit=unit)
+
+
+def _plot_lines(
+    title: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
+) -> "Figure":
+    figure, axes = new_figure(title, records)
+    for index, (name, chosen) in enumerate(split_series(records, "context").items()):
+        color = COLORS[index % len(COLORS)]
+        _draw_line(axes, chosen, metrics, color, scale=scale, name=name)
+    _set_length_axis(axes, records)
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel(unit)
+    unmeasured = {
+        case_number(record, "context"): record.outcome.replace("_", " ")
+        for record in records
+        if not record.metrics
+    }
+    for length, outcome in unmeasured.items():
+        axes.axvline(length, color="#aa3333", alpha=0.4, linestyle=":")
+        axes.text(
+            length,
+            0.02,
+            f"{outcome} ",
+            rotation=90,
+            ha="right",
+            va="bottom",
+            color="#aa3333",
+            fontsize="small",
+            transform=axes.get_xaxis_transform(),
+        )
+    axes.legend(fontsize="x-small", ncols=2, loc="upper left")
+    return figure
+
+
+def _draw_line(
+    axes: "Axes",
+    chosen: Sequence[Record],
+    metrics: dict[str, str],
+    color: str,
+    *,
+    scale: float,
+    name: str,
+    marker_size: float = _MARKER_SIZE,
+) -> None:
+    """Draws one line for each metric of records that are in order of their length."""
+    for marker, dashes, (label, metric) in zip(_MARKERS, _DASHES, metrics.items(), strict=True):
+        axes.plot(
+            [case_number(record, "context") for record in chosen],
+            [record.metrics[metric].value * scale for record in chosen],
+            marker=marker,
+            linestyle=dashes,
+            color=color,
+            label=f"{label}, {name}",
+            ms=marker_size,
+        )
+
+
+def _set_length_axis(axes: "Axes", records: Sequence[Record]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({case_number(record, "context") for record in records})
+    axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+
+
+def _plot_panels(
+    title: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
+) -> "Figure":
+    from matplotlib.figure import Figure
+
+    panels = _split_panels(records)
+    num_columns = _num_columns(records, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    width = max(_SMALLEST_WIDTH_INCHES, _LEGEND_INCHES + _PANEL_INCHES[0] * num_columns)
+    figure = Figure(figsize=(width, 1.6 + _PANEL_INCHES[1] * num_rows), layout="constrained")
+    figure.suptitle(title, fontweight="bold")
+    grid = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, chosen) in zip(grid.flat, panels.items(), strict=False):
+        axes.set_title(name, fontsize="small", loc="left")
+        _set_length_axis(axes, records)
+        _draw_panel(axes, chosen, metrics, scale=scale)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    _mark_unmeasured(list(grid.flat), list(panels.values()))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(unit)
+    for column in range(num_columns):
+        lowest = grid[(len(panels) - 1 - column) // num_columns, column]
+        lowest.set_xlabel("sequence length (tokens)", fontsize="small")
+        lowest.tick_params(axis="x", labelbottom=True)
+        crowded = len({record.case["context"] for record in records}) > _LENGTHS_SIDE_BY_SIDE
+        lowest.tick_params(axis="x", rotation=90 if crowded else 0, labelsize="x-small")
+    _add_legend(figure, records, list(metrics))
+    figure.supxlabel(subtitle(records), fontsize="x-small", color=GRAY)
+    return figure
+
+
+def _split_panels(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Groups records by what tells measurements apart, but length and implementation."""
+    _shared, varying = split_fields(records)
+    join_key = records[0].measured_kind.join_key
+    apart = [
+        field
+        for field in varying
+        if field in join_key and field not in ("context", "implementation")
+    ]
+    panels: dict[str, list[Record]] = {}
+    for record in records:
+        name = describe_case(record, apart) if apart else ""
+        panels.setdefault(name, []).append(record)
+    return panels
+
+
+def _num_columns(records: Sequence[Record], num_panels: int) -> int:
+    """Returns a column for each width, so that formats are rows; else one for each panel."""
+    num_widths = len({record.case["head_dim"] for record in records})
+    return min(_MOST_COLUMNS, num_widths if num_widths > 1 else num_panels)
+
+
+def _draw_panel(
+    axes: "Axes", records: Sequence[Record], metrics: dict[str, str], *, scale: float
+) -> None:
+    ordered = sorted(records, key=lambda record: case_number(record, "context"))
+    for name, color in _IMPLEMENTATION_COLORS.items():
+        measured = [
+            record for record in ordered if record.metrics and record.case["implementation"] == name
+        ]
+        size = _IMPLEMENTATION_MARKER_SIZES.get(name, _MARKER_SIZE)
+        _draw_line(axes, measured, metrics, color, scale=scale, name=name, marker_size=size)
+
+
+def _mark_unmeasured(grid: "Sequence[Axes]", panels: Sequence[Sequence[Record]]) -> None:
+    """Marks cases without numbers along the top, in a row for each implementation that has some.
+
+    The panels share an axis, so making room in one makes it in all.
+    """
+    missing = [[record for record in records if not record.metrics] for records in panels]
+    present = {record.case["implementation"] for records in missing for record in records}
+    names = [name for name in _IMPLEMENTATION_COLORS if name in present]
+    low, high = grid[0].get_ylim()
+    grid[0].set_ylim(low, low * (high / low) ** (1 / (1 - _MARK_HEIGHT * len(names))))
+    for axes, records in zip(grid, missing, strict=False):
+        for index, name in enumerate(names):
+            lengths = [
+                case_number(record, "context")
+                for record in records
+                if record.case["implementation"] == name
+            ]
+            axes.plot(
+                lengths,
+                [1 - _MARK_HEIGHT * (index + 0.5)] * len(lengths),
+                "x",
+                color=_IMPLEMENTATION_COLORS[name],
+                ms=4,
+                transform=axes.get_xaxis_transform(),
+            )
+
+
+def _add_legend(figure: "Figure", records: Sequence[Record], labels: Sequence[str]) -> None:
+    """Says once for all panels what colours, dashes and crosses are."""
+    from matplotlib.lines import Line2D
+
+    present = {record.case["implementation"] for record in records}
+    handles = [
+        Line2D([], [], color=color, linewidth=4, label=name)
+        for name, color in _IMPLEMENTATION_COLORS.items()
+        if name in present
+    ]
+    handles += [
+        Line2D([], [], color=GRAY, marker=marker, linestyle=dashes, ms=4, label=label)
+        for marker, dashes, label in zip(_MARKERS, _DASHES, labels, strict=True)
+    ]
+    outcomes = dict.fromkeys(
+        record.outcome.replace("_", " ") for record in records if not record.metrics
+    )
+    if outcomes:
+        label = "\nor ".join(outcomes)
+        handles.append(Line2D([], [], color=GRAY, marker="x", linestyle="", ms=4, label=label))
+    figure.legend(handles=handles, fontsize="small", loc="outside right center")

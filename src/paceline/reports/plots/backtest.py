@@ -1,0 +1,81 @@
+"""Predicted steps against measured ones, as a picture."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.prediction.backtest import Judgement
+from paceline.reports.plots.style import COLORS, GRAY
+from paceline.reports.tables.backtest import verdict_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BAND = 0.2
+_TICKS = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+def plot_ledger(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
+    """Draws every case with its interval; those inside of the band are at most a fifth off.
+
+    Args:
+        judgements: All cases, those that count first.
+        counted: How many of them count.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter
+
+    figure = Figure(figsize=(7.2, 6.4), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle("Step time: predicted against measured", fontweight="bold")
+    axes.set_title(verdict_text(judgements[:counted]), fontsize="x-small", color=GRAY, wrap=True)
+    places: dict[str, list[Judgement]] = {}
+    for judgement in judgements:
+        labels = judgement.case.labels
+        ranks = f"{labels['ranks']} rank{'' if labels['ranks'] == '1' else 's'}"
+        places.setdefault(f"{ranks}, {labels['link']}", []).append(judgement)
+    for index, (place, group) in enumerate(places.items()):
+        measured = [judgement.case.measured_s for judgement in group]
+        predicted = [judgement.predicted.value for judgement in group]
+        below = [
+            judgement.predicted.value - (judgement.predicted.low or 0.0) for judgement in group
+        ]
+        above = [
+            (judgement.predicted.high or 0.0) - judgement.predicted.value for judgement in group
+        ]
+        axes.errorbar(
+            measured,
+            predicted,
+            yerr=[below, above],
+            fmt=_MARKERS[index % len(_MARKERS)],
+            color=COLORS[index % len(COLORS)],
+            ecolor="#cccccc",
+            markersize=4,
+            linewidth=0,
+            elinewidth=0.7,
+            label=f"{place} ({len(group)})",
+        )
+    everything = [judgement.case.measured_s for judgement in judgements]
+    ends = [0.8 * min(everything), 1.25 * max(everything)]
+    axes.plot(ends, ends, color=GRAY, linewidth=1, label="predicted = measured")
+    axes.fill_between(
+        ends,
+        [(1 - _BAND) * end for end in ends],
+        [(1 + _BAND) * end for end in ends],
+        color=GRAY,
+        alpha=0.1,
+        label=f"within {_BAND:.0%}",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = [tick for tick in _TICKS if ends[0] <= tick <= ends[1]]
+    for axis, set_limits in ((axes.xaxis, axes.set_xlim), (axes.yaxis, axes.set_ylim)):
+        set_limits(*ends)
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("measured step time (s)")
+    axes.set_ylabel("predicted step time (s), with its interval")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small", loc="upper left")
+    return figure

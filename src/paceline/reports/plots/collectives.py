@@ -1,0 +1,73 @@
+"""Throughput of collectives by message size, beside what the line could carry."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.units import GB
+from paceline.records import Record
+from paceline.reports.evidence.fields import case_number, split_series
+from paceline.reports.evidence.links import find_line, is_loopback
+from paceline.reports.plots.style import COLORS, GRAY, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ROOM = 2.0
+"""Factor below the lowest and above the highest curve, so that equal bandwidths look equal."""
+
+
+def plot_communication(records: Sequence[Record]) -> "Figure":
+    """Draws algorithm bandwidth by size, a curve per number of ranks, and the theoretical one."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    from paceline.accounting.communication.collectives import bus_factor
+
+    figure, axes = new_figure("Throughput of collectives", records)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    # Plain numbers, also where all bandwidths lie close together.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    has_line_rate = False
+    for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
+        color = COLORS[index % len(COLORS)]
+        sizes = [case_number(record, "size_bytes") for record in chosen]
+        bandwidths = [record.metrics["algorithm_bandwidth_bytes_per_s"] for record in chosen]
+        axes.plot(
+            sizes,
+            [bandwidth.value / GB for bandwidth in bandwidths],
+            "o-",
+            color=color,
+            label=name,
+            ms=4,
+        )
+        case = chosen[0].case
+        line = find_line(case)
+        factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
+        has_line_rate = has_line_rate or line is not None
+        # One rank sends nothing, so that no line limits it.
+        if line is not None and factor > 0:
+            ceiling = line.bytes_per_s / factor / GB
+            axes.plot(
+                [sizes[0], sizes[-1]], [ceiling] * 2, "--", color=color, label=f"{name}: line rate"
+            )
+    if not has_line_rate:
+        alone = all(is_loopback(record.case) for record in records)
+        reason = "loopback: no line rate" if alone else "no line rate is known"
+        axes.text(
+            0.02,
+            0.98,
+            f"{reason}, so no theoretical curve",
+            transform=axes.transAxes,
+            va="top",
+            fontsize="small",
+            color=GRAY,
+        )
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / _ROOM, high * _ROOM)
+    axes.set_xlabel("message size (bytes)")
+    axes.set_ylabel("algorithm bandwidth (GB/s)")
+    # Below the picture: the curves lie anywhere in it.
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+    return figure

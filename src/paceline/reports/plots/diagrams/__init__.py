@@ -1,0 +1,1 @@
+"""Drawings that explain: overlap, tiles of attention, shards."""

@@ -1,0 +1,97 @@
+"""Predicted memory of a training step at its three instants, stacked by what it is for."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.accounting.memory.step import MemoryParts
+from paceline.core.hardware import Device
+from paceline.core.units import (
+    format_gibibytes,
+    format_gigabytes,
+    to_gibibytes,
+    to_gigabytes,
+)
+from paceline.reports.plots.style import GRAY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# From what is always there to what comes and goes; hatches tell them apart in grey.
+_PARTS = {
+    "parameters": ("#30435c", ""),
+    "optimizer_state": ("#5b7ba3", "///"),
+    "buffers": ("#cfd6df", ""),
+    "gradients": ("#d97b29", "\\\\\\"),
+    "activations": ("#8fbf9a", "..."),
+}
+_SIZE_INCHES = (7.5, 4.8)
+_HEADROOM = 1.12
+
+
+def plot_memory_plan(
+    instants: Mapping[str, MemoryParts], *, title: str, device: Device | None = None
+) -> "Figure":
+    """Draws a bar per instant; with a device also a line at what it has.
+
+    Args:
+        instants: What a rank holds, by instant.
+        title: Of which step under which strategy.
+        device: Whose memory it is to fit.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure.suptitle("Predicted memory of a training step", fontweight="bold")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize="small", color=GRAY)
+    highest = max(to_gibibytes(parts.total) for parts in instants.values())
+    _stack(axes, instants)
+    if device is not None:
+        capacity = to_gibibytes(device.memory_bytes.value)
+        highest = max(highest, capacity)
+        sold_as = format_gigabytes(to_gigabytes(device.memory_bytes.value))
+        axes.axhline(
+            capacity,
+            color="black",
+            linestyle="--",
+            linewidth=1.2,
+            label=f"{device.description}: {format_gibibytes(capacity, 1)} ({sold_as})",
+        )
+    axes.set_ylim(0, _HEADROOM * highest)
+    axes.set_ylabel("memory of one rank (GiB)")
+    axes.set_xlabel("instant of the step")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize="small"
+    )
+    return figure
+
+
+def _stack(axes: "Axes", instants: Mapping[str, MemoryParts]) -> None:
+    names = [name.replace("_", " ") for name in instants]
+    floors = [0.0] * len(names)
+    for part, (color, hatch) in _PARTS.items():
+        heights = [to_gibibytes(getattr(parts, part)) for parts in instants.values()]
+        axes.bar(
+            names,
+            heights,
+            bottom=floors,
+            width=0.55,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.5,
+            label=part.replace("_", " "),
+        )
+        floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
+    for position, parts in enumerate(instants.values()):
+        axes.annotate(
+            format_gibibytes(to_gibibytes(parts.total), 2),
+            (position, floors[position]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
+        )

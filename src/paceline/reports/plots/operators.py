@@ -1,0 +1,81 @@
+"""Time of a traced step by kind of work, phase by phase."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.units import format_seconds
+from paceline.records import CaseValue, Record
+from paceline.reports.plots.style import COLORS, GRAY
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PHASES = ("forward", "backward", "optimizer")
+_REST = "the rest"
+_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
+"""They tell kinds apart in grey."""
+
+
+def plot_work(kinds: Sequence[Record], subject: str) -> "Figure":
+    """Draws a bar for every phase, divided by kind of work.
+
+    Args:
+        kinds: All kinds of work of the phases of one step, without single operators.
+        subject: What step it is.
+    """
+    from matplotlib.figure import Figure
+
+    phases = [phase for phase in _PHASES if any(each.case["range"] == phase for each in kinds)]
+    figure = Figure(figsize=(8.0, 1.8 + 0.6 * len(phases)), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle("Time of one step by kind of work", fontweight="bold")
+    # A dollar sign in a name must not begin a formula.
+    axes.set_title(subject, fontsize="x-small", color=GRAY, parse_math=False)
+    ends = dict.fromkeys(phases, 0.0)
+    for index, (name, by_phase) in enumerate(_stack(kinds, phases).items()):
+        axes.barh(
+            phases,
+            [by_phase[phase] * 1e3 for phase in phases],
+            left=[ends[phase] * 1e3 for phase in phases],
+            height=0.65,
+            color=COLORS[index],
+            hatch=_HATCHES[index],
+            edgecolor="white",
+            linewidth=0.5,
+            label=name,
+        )
+        for phase in phases:
+            ends[phase] += by_phase[phase]
+    for place, phase in enumerate(phases):
+        label = format_seconds(ends[phase])
+        axes.annotate(
+            label, (ends[phase] * 1e3, place), (4, 0), textcoords="offset points", va="center"
+        )
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("own time of operators (ms)")
+    axes.set_ylabel("phase")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    return figure
+
+
+def _stack(kinds: Sequence[Record], phases: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns seconds by kind and phase, the longest kinds first and small ones as one."""
+    totals: dict[CaseValue, float] = {}
+    for record in kinds:
+        if record.case["range"] in phases:
+            seconds = record.metrics["own_time_s"].value
+            totals[record.case["work"]] = totals.get(record.case["work"], 0.0) + seconds
+    ordered = sorted(totals, key=lambda kind: -totals[kind])
+    num_named = len(COLORS) if len(ordered) <= len(COLORS) else len(COLORS) - 1
+    stack: dict[str, dict[str, float]] = {}
+    for place, kind in enumerate(ordered):
+        by_phase = stack.setdefault(
+            str(kind) if place < num_named else _REST, dict.fromkeys(phases, 0.0)
+        )
+        for record in kinds:
+            if record.case["work"] == kind and record.case["range"] in phases:
+                by_phase[str(record.case["range"])] += record.metrics["own_time_s"].value
+    return stack

@@ -1,0 +1,101 @@
+"""What the memory of a step holds by strategy, measured and predicted."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.units import GIB, MIB, format_binary_bytes
+from paceline.records import Record, join_key
+from paceline.records.kinds import PREDICTION
+from paceline.reports.evidence.fields import describe_case, split_fields, strategy_text
+from paceline.reports.plots.style import GRAY, subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# From what is always there to what comes and goes.
+_CATEGORIES = {
+    "parameters": "#30435c",
+    "optimizer_state": "#5b7ba3",
+    "gradients": "#d97b29",
+    "buffers": "#9a4c7a",
+    "activations": "#8fbf9a",
+}
+_INSTANTS = {
+    "before_step": "before the optimizer step: peak of forward and backward",
+    "after_step": "after the optimizer step: peak during it",
+}
+_HEIGHT = 0.38
+
+
+def plot_optimizer_memory(records: Sequence[Record]) -> "Figure":
+    """Draws a panel per instant: per strategy a measured bar and, hatched, the predicted one."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    measured = [record for record in records if record.kind != PREDICTION and record.metrics]
+    predicted = {join_key(record): record for record in records if record.kind == PREDICTION}
+    _shared, varying = split_fields(measured)
+    most = max(
+        record.metrics[f"peak_{instant}_bytes"].value
+        for record in records
+        for instant in _INSTANTS
+        if record.metrics
+    )
+    unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    figure = Figure(figsize=(8.0, 2.0 + 1.1 * len(measured)), layout="constrained")
+    figure.suptitle("Memory of one training step by strategy", fontweight="bold")
+    panels = figure.subplots(len(_INSTANTS), sharex=True)
+    for axes, (instant, title) in zip(panels, _INSTANTS.items(), strict=True):
+        for place, record in enumerate(measured):
+            _draw_bar(axes, record, instant, place - _HEIGHT / 2, unit, hatch=None)
+            if (prediction := predicted.get(join_key(record))) is not None:
+                _draw_bar(axes, prediction, instant, place + _HEIGHT / 2, unit, hatch="////")
+        axes.set_yticks(range(len(measured)), [_label(record, varying) for record in measured])
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize="small", loc="left")
+        axes.set_xlim(0, 1.15 * most / unit)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(f"memory of the rank that holds most ({unit_name})")
+    handles = [
+        Patch(facecolor=color, label=name.replace("_", " ")) for name, color in _CATEGORIES.items()
+    ]
+    if predicted:
+        handles.append(Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="predicted"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize="small")
+    panels[0].text(
+        0.0, 1.14, subtitle(measured), transform=panels[0].transAxes, fontsize="x-small", color=GRAY
+    )
+    return figure
+
+
+def _draw_bar(
+    axes: "Axes", record: Record, instant: str, place: float, unit: int, *, hatch: str | None
+) -> None:
+    left = 0.0
+    for name, color in _CATEGORIES.items():
+        width = record.metrics[f"{instant}_{name}_bytes"].value / unit
+        axes.barh(
+            place,
+            width,
+            left=left,
+            height=_HEIGHT,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.0,
+        )
+        left += width
+    total = record.metrics[f"peak_{instant}_bytes"].value
+    axes.text(
+        left, place, f" {format_binary_bytes(total)}", va="center", fontsize="x-small", color=GRAY
+    )
+
+
+def _label(record: Record, varying: Sequence[str]) -> str:
+    """Names a pair of bars: strategy and bucket size, and whatever else varies."""
+    name = strategy_text(record)
+    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
+    return f"{name}, {describe_case(record, others)}" if others else name

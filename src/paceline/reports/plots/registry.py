@@ -1,0 +1,56 @@
+"""The pictures by name, and which of them a set of records allows."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+from paceline.records import Record
+from paceline.reports.plots.attention import plot_attention_memory, plot_attention_time
+from paceline.reports.plots.collectives import plot_communication
+from paceline.reports.plots.memory_timeline import plot_memory_timeline
+from paceline.reports.plots.optimizer_memory import plot_optimizer_memory
+from paceline.reports.plots.step import plot_precision, plot_step_time, plot_warmup
+from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
+from paceline.reports.plots.traces import plot_timelines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Each plot with the kind of record it draws and the field that must vary for it to make sense.
+PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], "Figure"]]] = {
+    "step-time": ("step", None, plot_step_time),
+    "warmup": ("step", "warmup", plot_warmup),
+    "precision": ("step", "precision", plot_precision),
+    "attention-time": ("attention", "context", plot_attention_time),
+    "attention-memory": ("attention", "context", plot_attention_memory),
+    "communication": ("comm", "size_bytes", plot_communication),
+    "strategies": ("ddp", None, plot_strategies),
+    "bucket-size": ("ddp", "bucket_size_mb", plot_bucket_size),
+    "optimizer-memory": ("optimizer", None, plot_optimizer_memory),
+    "memory-timeline": ("memory_timeline", None, plot_memory_timeline),
+    "timelines": ("timeline", None, plot_timelines),
+}
+
+
+def drawable_plots(records: Sequence[Record]) -> list[str]:
+    """Returns the plots for which there are records, and values to compare."""
+    names = []
+    for name, (kind, field, _draw) in PLOTS.items():
+        chosen = _measured(records, kind)
+        if chosen and (
+            field is None or len({record.case[field] for record in chosen} - {None}) > 1
+        ):
+            names.append(name)
+    return names
+
+
+def draw(name: str, records: Sequence[Record]) -> "Figure":
+    """Draws one of `PLOTS` from those of the records that it is about."""
+    kind, _field, plot = PLOTS[name]
+    if not _measured(records, kind):
+        raise UsageError(f"nothing to draw for {name!r}: the store has no {kind!r} measurements")
+    return plot([record for record in records if record.measured_kind.name == kind])
+
+
+def _measured(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.kind == kind and record.metrics]

@@ -1,0 +1,216 @@
+"""Pictures of scaling laws: profiles with minima, laws with bands, the surface, residuals."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.reports.plots.style import COLORS, GRAY
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
+from paceline.scaling.surface import tokens_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FARTHEST = 1e24
+_METHOD_COLORS = {
+    "lowest_run": COLORS[1],
+    "parabola": COLORS[2],
+    "envelope": COLORS[5],
+    "huber": COLORS[3],
+    "parametric": COLORS[0],
+}
+
+
+def plot_profiles(fit: ScalingFit) -> "Figure":
+    """Draws the loss by size of every budget, with its parabola and both minima."""
+    figure, (axes,) = _figure("Loss by model size at equal compute", fit, 1)
+    sweep = fit.sweep
+    colors = _shades(len(fit.profiles))
+    for profile, color in zip(fit.profiles, colors, strict=True):
+        sizes, losses = sweep.parameters[profile.members], sweep.loss[profile.members]
+        axes.plot(sizes, losses, "o", color=color, ms=3.5)
+        grid = np.geomspace(sizes[0], sizes[-1], 200)
+        if fit.has_surface:
+            surface = fit.parametric.surface
+            fitted = surface.loss(grid, tokens_for(profile.compute, grid))
+            axes.plot(grid, fitted, "-", color=color, lw=1)
+        if profile.coefficients is not None and profile.vertex and profile.vertex_loss:
+            offset = np.log(grid / sweep.parameters[profile.lowest])
+            constant, slope, curvature = profile.coefficients
+            axes.plot(grid, constant + slope * offset + curvature * offset**2, ":", color=color)
+            axes.plot([profile.vertex], [profile.vertex_loss], "x", color="black", ms=6, zorder=4)
+        axes.annotate(
+            f"{profile.compute:.0e}".replace("e+", "e"),
+            (sizes[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(4, 0),
+            fontsize="x-small",
+            color=color,
+            va="center",
+        )
+    if fit.has_surface:
+        budgets = np.geomspace(sweep.compute.min(), sweep.compute.max(), 100)
+        surface = fit.parametric.surface
+        axes.plot(
+            surface.optimal_parameters(budgets),
+            surface.optimal_loss(budgets),
+            "--",
+            color="black",
+            lw=1,
+            label="optimum of the surface",
+        )
+    axes.plot([], [], "-", color=GRAY, label="surface")
+    axes.plot([], [], ":", color=GRAY, label="parabola")
+    axes.plot([], [], "x", color="black", label="vertex of the parabola")
+    _logarithmic(axes, "parameters N", "final loss", log_y=False)
+    axes.legend(fontsize="small", loc="upper right", frameon=False)
+    return figure
+
+
+def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> "Figure":
+    """Draws N and D against C with bands, to at least 1e24 FLOPs."""
+    figure, panels = _figure("Compute-optimal model and data", fit, 2)
+    budgets = np.geomspace(fit.sweep.compute.min(), _reach(fit), 120)
+    for method in fit.methods:
+        color = _METHOD_COLORS[method.method]
+        answer = predict(method, budgets, level)
+        for axes, band in zip(panels, (answer.parameters, answer.tokens), strict=True):
+            # Huber's line usually covers the parametric one.
+            style = "--" if method.method == "huber" else "-"
+            axes.plot(budgets, band.value, style, color=color, label=method.method, zorder=3)
+            axes.fill_between(budgets, band.low, band.high, color=color, alpha=0.15, lw=0)
+    vertices = [
+        (profile.compute, profile.vertex) for profile in fit.profiles if profile.vertex is not None
+    ]
+    lowest = [(profile.compute, fit.sweep.parameters[profile.lowest]) for profile in fit.profiles]
+    for points, marker, color in (
+        (vertices, "x", _METHOD_COLORS["parabola"]),
+        (lowest, "o", _METHOD_COLORS["lowest_run"]),
+    ):
+        if points:
+            compute, sizes = np.array(points, dtype=np.float64).T
+            panels[0].plot(compute, sizes, marker, color=color, ms=4, mfc="none")
+            panels[1].plot(
+                compute, tokens_for(compute, sizes), marker, color=color, ms=4, mfc="none"
+            )
+    largest = float(fit.sweep.compute.max())
+    for axes, name in zip(panels, ("best N (parameters)", "best D (tokens)"), strict=True):
+        axes.axvline(largest, color=GRAY, lw=0.8, ls="--")
+        axes.annotate(
+            "largest run",
+            (largest, 0.03),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize="x-small",
+            color=GRAY,
+        )
+        _logarithmic(axes, "compute C (FLOPs)", name)
+    panels[0].legend(fontsize="small", frameon=False)
+    return figure
+
+
+def plot_surface(fit: ScalingFit) -> "Figure":
+    """Draws contours of the fitted loss over N and C, the runs, and the efficient frontier."""
+    figure, (axes,) = _figure("Loss surface and efficient frontier", fit, 1)
+    surface, sweep = fit.parametric.surface, fit.sweep
+    budgets = np.geomspace(sweep.compute.min() / 2, _reach(fit), 200)
+    best = surface.optimal_parameters(budgets)
+    sizes = np.geomspace(min(best[0] / 8, sweep.parameters.min() / 2), best[-1] * 8, 200)
+    grid_c, grid_n = np.meshgrid(budgets, sizes)
+    loss = surface.loss(grid_n, tokens_for(grid_c, grid_n))
+    floor = surface.irreducible
+    low, high = float(surface.optimal_loss(budgets[-1])), float(sweep.loss.max())
+    levels = floor + np.geomspace((low - floor) * 1.02, high - floor, 14)
+    axes.contour(
+        grid_c, grid_n, loss, levels=levels, colors=_shades(len(levels))[::-1], linewidths=0.9
+    )
+    axes.plot(budgets, best, color=COLORS[1], lw=2, label="efficient frontier")
+    # Each contour is named where it meets the frontier, its leftmost point.
+    for level, compute in zip(levels, surface.compute_for_loss(levels), strict=True):
+        if budgets[0] < compute < budgets[-1]:
+            axes.annotate(
+                f"{level:.2f}",
+                (compute, float(surface.optimal_parameters(compute))),
+                xytext=(-3, 5),
+                textcoords="offset points",
+                ha="right",
+                fontsize="x-small",
+            )
+    axes.plot(sweep.compute, sweep.parameters, ".", color=GRAY, ms=4, label="runs")
+    _logarithmic(axes, "compute C (FLOPs)", "parameters N")
+    axes.set_ylim(sizes[0], sizes[-1])
+    axes.legend(fontsize="small", frameon=False, loc="upper left")
+    return figure
+
+
+def plot_residuals(fit: ScalingFit) -> "Figure":
+    """Draws what the parametric surface leaves unexplained, by size and by compute."""
+    figure, panels = _figure("Residuals of the parametric fit", fit, 2)
+    residuals = fit.parametric.residuals
+    largest = float(np.abs(residuals).max())
+    # Runs without noise leave parts per billion; say so instead of writing 0.00%.
+    scale, unit = (100.0, "%") if largest > 1e-5 else (1e9, "parts per billion")
+    columns = (fit.sweep.parameters, fit.sweep.compute)
+    names = ("parameters N", "compute C (FLOPs)")
+    index = fit.sweep.budget_index
+    colors = _shades(int(index.max()) + 1)
+    for axes, column, name in zip(panels, columns, names, strict=True):
+        for group, color in enumerate(colors):
+            chosen = index == group
+            axes.plot(column[chosen], scale * residuals[chosen], "o", color=color, ms=3.5)
+        axes.axhline(0, color=GRAY, lw=0.8)
+        _logarithmic(axes, name, f"log of loss over fitted loss ({unit})", log_y=False)
+    return figure
+
+
+SCALING_PLOTS: dict[str, Callable[[ScalingFit], "Figure"]] = {
+    "scaling-profiles": plot_profiles,
+    "scaling-laws": plot_laws,
+    "scaling-surface": plot_surface,
+    "scaling-residuals": plot_residuals,
+}
+
+
+def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple["Figure", list["Axes"]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0 if num_panels == 1 else 10.0, 4.8), layout="constrained")
+    panels = list(np.atleast_1d(figure.subplots(1, num_panels)))
+    sweep = fit.sweep
+    text = f"{len(sweep)} runs, {len(sweep.budgets)} budgets, up to {sweep.compute.max():.3g} FLOPs"
+    if fit.has_surface:
+        surface = fit.parametric.surface
+        text += (
+            f"; L = {surface.irreducible:.4g} + {surface.parameter_scale:.4g}/N^"
+            f"{surface.parameter_exponent:.4g} + {surface.token_scale:.4g}/D^"
+            f"{surface.token_exponent:.4g}"
+        )
+    figure.suptitle(title + "\n", fontweight="bold")
+    figure.text(0.5, 0.925, text, ha="center", fontsize="x-small", color=GRAY)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _logarithmic(axes: "Axes", x_label: str, y_label: str, *, log_y: bool = True) -> None:
+    axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+
+
+def _shades(number: int) -> list[tuple[float, ...]]:
+    from matplotlib import colormaps
+
+    return [tuple(colormaps["viridis"](share)) for share in np.linspace(0.0, 0.85, number)]
+
+
+def _reach(fit: ScalingFit) -> float:
+    return max(_FARTHEST, 10 * float(fit.sweep.compute.max()))

@@ -1,0 +1,99 @@
+"""Pictures of training steps: phases side by side, and what warm-up does."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.records import Metric, Record
+from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
+from paceline.reports.plots.style import COLORS, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PHASES = {
+    "forward": "forward_time_s",
+    "backward": "backward_time_s",
+    "optimizer": "optimizer_time_s",
+}
+
+
+def plot_step_time(
+    records: Sequence[Record], title: str = "Time of one training step by phase"
+) -> "Figure":
+    """Draws the phases of each step side by side, with the deviation of the samples."""
+    figure, axes = new_figure(title, records)
+    _phase_bars(axes, records)
+    axes.set_ylabel("time (ms), median ± standard deviation")
+    return figure
+
+
+def plot_precision(records: Sequence[Record]) -> "Figure":
+    """Draws the phases of each step by number format."""
+    return plot_step_time(records, "Number formats compared")
+
+
+def plot_warmup(records: Sequence[Record]) -> "Figure":
+    """Draws every sample by the number of warm-up steps, and mean and deviation over them."""
+    figure, axes = new_figure("What warm-up does to a measurement", records)
+    series = split_series(records, "warmup")
+    counts = sorted(
+        {case_number(record, "warmup") for chosen in series.values() for record in chosen}
+    )
+    for index, (name, chosen) in enumerate(series.items()):
+        offset = (index - (len(series) - 1) / 2) * 0.18
+        places = [counts.index(case_number(record, "warmup")) + offset for record in chosen]
+        steps = [record.metrics["step_time_s"] for record in chosen]
+        color = COLORS[index % len(COLORS)]
+        for place, step in zip(places, steps, strict=True):
+            samples = [value * 1e3 for value in step.samples]
+            axes.plot([place] * len(samples), samples, "o", ms=4, alpha=0.35, color=color)
+        axes.errorbar(
+            [place + 0.05 for place in places],
+            [(step.mean or step.value) * 1e3 for step in steps],
+            yerr=[(step.std or 0.0) * 1e3 for step in steps],
+            fmt="s",
+            capsize=4,
+            color=color,
+            label=f"{name}: mean ± standard deviation",
+        )
+    axes.set_xticks(range(len(counts)), [f"{count:g}" for count in counts])
+    axes.set_xlabel("warm-up steps before the first sample")
+    axes.set_ylabel("step time (ms)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def _phase_bars(axes: "Axes", records: Sequence[Record]) -> None:
+    _shared, varying = split_fields(records)
+    width = 0.8 / len(_PHASES)
+    for index, (phase, metric) in enumerate(_PHASES.items()):
+        places = [place for place, record in enumerate(records) if metric in record.metrics]
+        chosen = [records[place].metrics[metric] for place in places]
+        if not chosen:
+            continue
+        axes.bar(
+            [place + (index - 1) * width for place in places],
+            [value.value * 1e3 for value in chosen],
+            width,
+            yerr=[_deviation(value) * 1e3 for value in chosen],
+            capsize=3,
+            color=COLORS[index],
+            label=phase,
+        )
+    for place, record in enumerate(records):
+        if not record.metrics:
+            outcome = record.outcome.replace("_", " ")
+            axes.annotate(
+                outcome, (place, 0), (0, 6), textcoords="offset points", rotation=90, ha="center"
+            )
+    axes.set_xticks(
+        range(len(records)), [describe_case(record, varying, "\n") for record in records]
+    )
+    axes.set_xlim(-0.6, len(records) - 0.4)
+    axes.legend()
+
+
+def _deviation(metric: Metric) -> float:
+    return metric.std or 0.0

@@ -1,0 +1,123 @@
+"""Training steps by strategy, and exposed communication by bucket size beside the prediction."""
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.units import MIB
+from paceline.records import Record
+from paceline.records.kinds import PREDICTION
+from paceline.reports.evidence.fields import (
+    case_number,
+    describe_case,
+    split_fields,
+    split_series,
+    strategy_text,
+)
+from paceline.reports.plots.style import COLORS, GRAY, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PHASES = {
+    "forward": "forward_time_s",
+    "backward": "backward_time_s",
+    "exposed communication": "exposed_communication_s",
+    "optimizer": "optimizer_time_s",
+}
+_SAMPLES_WITH_QUARTILES = 4
+_PHASE_COLORS = (COLORS[0], COLORS[2], COLORS[1], COLORS[4])
+
+
+def plot_strategies(records: Sequence[Record]) -> "Figure":
+    """Draws a bar per strategy, divided into the phases of its step."""
+    chosen = [record for record in records if record.kind != PREDICTION and record.metrics]
+    figure, axes = new_figure("One training step by strategy", chosen)
+    _shared, varying = split_fields(chosen)
+    figure.set_figheight(1.8 + 0.32 * len(chosen))
+    places = range(len(chosen))
+    left = [0.0] * len(chosen)
+    for (name, metric), color in zip(_PHASES.items(), _PHASE_COLORS, strict=True):
+        # A strategy that gathers its parameters does not tell communication from backward.
+        known = [record.metrics.get(metric) for record in chosen]
+        widths = [0.0 if value is None else value.value * 1e3 for value in known]
+        axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(places, [_label(record, varying) for record in chosen])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("time (ms), median of each phase")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=4)
+    return figure
+
+
+def plot_bucket_size(records: Sequence[Record]) -> "Figure":
+    """Draws exposed communication by bucket size: measured, predicted, and sqrt(s w o)."""
+    from paceline.accounting.communication.overlap import balanced_bucket_bytes
+
+    measured = [
+        record
+        for record in records
+        if record.kind != PREDICTION
+        and record.metrics
+        and isinstance(record.case["bucket_size_mb"], int | float)
+    ]
+    # A store may hold other predictions of the same steps, of their time alone.
+    predicted = [
+        record
+        for record in records
+        if record.kind == PREDICTION and "exposed_communication_s" in record.metrics
+    ]
+    figure, axes = new_figure("Exposed communication by bucket size", measured)
+    axes.set_xscale("log")
+    for index, (name, chosen) in enumerate(split_series(measured, "bucket_size_mb").items()):
+        medians = [record.metrics["exposed_communication_s"].value * 1e3 for record in chosen]
+        axes.errorbar(
+            [case_number(record, "bucket_size_mb") for record in chosen],
+            medians,
+            yerr=list(zip(*(_distances_to_quartiles(record) for record in chosen), strict=True)),
+            fmt="o-",
+            ms=5,
+            capsize=3,
+            color=COLORS[index % len(COLORS)],
+            label=f"{name}: measured, median and quartiles",
+        )
+    if predicted:
+        predicted.sort(key=lambda record: case_number(record, "bucket_size_mb"))
+        axes.plot(
+            [case_number(record, "bucket_size_mb") for record in predicted],
+            [record.metrics["exposed_communication_s"].value * 1e3 for record in predicted],
+            "--",
+            color=GRAY,
+            label="bucketed: predicted by the recurrence",
+        )
+        metrics = predicted[0].metrics
+        if "algorithm_bandwidth_bytes_per_s" in metrics:
+            best = balanced_bucket_bytes(
+                total_bytes=metrics["gradient_bytes"].value,
+                bytes_per_s=metrics["algorithm_bandwidth_bytes_per_s"].value,
+                call_s=metrics["latency_s"].value,
+            )
+            label = f"sqrt(s w o) = {best / MIB:.2g} MiB"
+            axes.axvline(best / MIB, color=COLORS[3], linestyle=":", label=label)
+    axes.set_xlabel("bucket size (MiB)")
+    axes.set_ylabel("exposed communication (ms)")
+    axes.set_ylim(bottom=0)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+    return figure
+
+
+def _label(record: Record, varying: Sequence[str]) -> str:
+    """Names a bar: strategy and bucket size, and whatever else varies."""
+    name = strategy_text(record)
+    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
+    return f"{name}, {describe_case(record, others)}" if others else name
+
+
+def _distances_to_quartiles(record: Record) -> tuple[float, float]:
+    metric = record.metrics["exposed_communication_s"]
+    if len(metric.samples) < _SAMPLES_WITH_QUARTILES:
+        return 0.0, 0.0
+    low, median, high = statistics.quantiles(metric.samples, n=4)
+    return (median - low) * 1e3, (high - median) * 1e3

@@ -1,0 +1,171 @@
+"""Traced steps of several strategies on one axis of time, with the prediction below each.
+
+Every rank has two lanes: what it computes, coloured by phase, above its messages, numbered in the
+order in which they were sent. The gap in computing is where a step waits; what communication takes
+there is exposed, and marked with its milliseconds.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+from paceline.records import Record
+from paceline.records.kinds import PREDICTION
+from paceline.reports.evidence.fields import strategy_text
+from paceline.reports.plots.style import COLORS, GRAY, subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PHASES = {"forward": "#e4e9f0", "backward": "#b9c6d8", "optimizer": "#8fa3bd"}
+_MESSAGE_COLORS = COLORS[:4]
+_MAX_RANKS = 4
+_LANE_INCHES = 0.32
+_SMALLEST_LABEL = 0.012
+"""A message that is a smaller part of the axis has no room for its number."""
+_SHORTEST_WORK = 0.01
+"""Work that is a smaller part of a step lies between messages, and computes no gradients."""
+
+
+def plot_timelines(records: Sequence[Record]) -> "Figure":
+    """Draws the kept step of every strategy."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    measured = [record for record in records if record.kind != PREDICTION and record.metrics]
+    if not measured:
+        raise UsageError("nothing to draw: the store has no timelines")
+    predicted = {strategy_text(record): record for record in records if record.kind == PREDICTION}
+    groups: dict[str, list[Record]] = {}
+    for record in measured:
+        of_strategy = groups.setdefault(strategy_text(record), [])
+        if len(of_strategy) < _MAX_RANKS:
+            of_strategy.append(record)
+    end_ms = max(1e3 * max(record.metrics["compute_end_s"].samples) for record in measured)
+    num_lanes = [2 * len(group) + (name in predicted) for name, group in groups.items()]
+    height = _LANE_INCHES * sum(num_lanes) + 0.75 * len(groups) + 1.2
+    figure = Figure(figsize=(9.0, height), layout="constrained")
+    figure.suptitle("Where a training step goes, by strategy", fontweight="bold")
+    panels = figure.subplots(
+        len(groups), sharex=True, squeeze=False, gridspec_kw={"height_ratios": num_lanes}
+    )[:, 0]
+    for axes, (name, group) in zip(panels, groups.items(), strict=True):
+        _draw_strategy(axes, name, group, predicted.get(name), end_ms)
+    panels[0].text(
+        0.0, 1.25, subtitle(measured), transform=panels[0].transAxes, fontsize="x-small",
+        color=GRAY, va="bottom",
+    )  # fmt: skip
+    panels[-1].set_xlabel("time from the start of the step (ms)")
+    figure.legend(
+        handles=[
+            *(Patch(color=color, label=phase) for phase, color in _PHASES.items()),
+            Patch(color=_MESSAGE_COLORS[0], label="all-reduce, numbered"),
+            Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="all-reduce, predicted"),
+        ],
+        loc="outside lower center",
+        ncols=5,
+        fontsize="small",
+        frameon=False,
+    )
+    return figure
+
+
+def _draw_strategy(
+    axes: "Axes", name: str, group: Sequence[Record], prediction: Record | None, end_ms: float
+) -> None:
+    labels: list[str] = []
+    for record in group:
+        rank = record.case["rank"]
+        _draw_compute(axes, -len(labels), record)
+        labels.append(f"rank {rank} computes")
+        _draw_messages(axes, -len(labels), record, end_ms)
+        labels.append(f"rank {rank} sends")
+    if prediction is not None:
+        _draw_messages(axes, -len(labels), prediction, end_ms, predicted=True)
+        labels.append("predicted")
+    _mark_exposed(axes, group[0], -len(labels) + 0.38)
+    axes.set_yticks([-lane for lane in range(len(labels))], labels, fontsize="x-small")
+    axes.set_ylim(-len(labels) + 0.5 - 0.75, 0.6)
+    step_ms = 1e3 * group[0].metrics["drawn_step_s"].value
+    axes.set_title(f"{name}: a step of {step_ms:.0f} ms", fontsize="small", loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _draw_compute(axes: "Axes", lane: int, record: Record) -> None:
+    metrics = record.metrics
+    for phase, color in _PHASES.items():
+        if f"{phase}_start_s" not in metrics:
+            continue
+        first, last = metrics[f"{phase}_start_s"].value, metrics[f"{phase}_end_s"].value
+        pieces = [
+            (1e3 * max(start, first), 1e3 * (min(end, last) - max(start, first)))
+            for start, end in zip(
+                metrics["compute_start_s"].samples, metrics["compute_end_s"].samples, strict=True
+            )
+            if min(end, last) > max(start, first)
+        ]
+        axes.broken_barh(pieces, (lane - 0.36, 0.72), facecolors=color)
+
+
+def _draw_messages(
+    axes: "Axes", lane: int, record: Record, end_ms: float, *, predicted: bool = False
+) -> None:
+    if "message_start_s" not in record.metrics:
+        return
+    free_ms = 0.0
+    for number, (start, end) in enumerate(
+        zip(
+            record.metrics["message_start_s"].samples,
+            record.metrics["message_end_s"].samples,
+            strict=True,
+        )
+    ):
+        # Two may be under way at once; the later one is drawn from where the other ends.
+        start_ms, free_ms = max(1e3 * start, free_ms), max(1e3 * end, free_ms)
+        color = _MESSAGE_COLORS[number % len(_MESSAGE_COLORS)]
+        axes.broken_barh(
+            [(start_ms, free_ms - start_ms)],
+            (lane - 0.36, 0.72),
+            facecolors="white" if predicted else color,
+            edgecolors=color if predicted else "white",
+            hatch="////" if predicted else None,
+            linewidth=0.6,
+        )
+        if free_ms - start_ms > _SMALLEST_LABEL * end_ms and not predicted:
+            axes.text(
+                (start_ms + free_ms) / 2, lane, str(number), ha="center", va="center", fontsize=6,
+                color="white",
+            )  # fmt: skip
+
+
+def _mark_exposed(axes: "Axes", record: Record, height: float) -> None:
+    """Marks from where backward has computed all gradients to the end of the last message."""
+    metrics = record.metrics
+    if "message_end_s" not in metrics:
+        return
+    last = max(metrics["message_end_s"].samples)
+    pieces = zip(metrics["compute_start_s"].samples, metrics["compute_end_s"].samples, strict=True)
+    shortest = _SHORTEST_WORK * metrics["drawn_step_s"].value
+    over = max(
+        (
+            end
+            for start, end in pieces
+            if end - start > shortest and start < metrics["backward_end_s"].value
+        ),
+        default=last,
+    )
+    axes.annotate(
+        "",
+        (1e3 * over, height),
+        (1e3 * last, height),
+        arrowprops={"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
+    )
+    exposed_ms = 1e3 * metrics["drawn_exposed_s"].value
+    axes.text(
+        1e3 * last, height, f"  exposed: {exposed_ms:.0f} ms", ha="left", va="center",
+        fontsize="x-small",
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Attention's records condensed: implementations side by side, and kernels over all variants."""
+
+from collections.abc import Sequence
+
+from paceline.core.units import KIB, format_binary_bytes
+from paceline.records import CaseValue, Record
+from paceline.reports.evidence.fields import case_number, describe_fields, split_fields
+from paceline.reports.tables.table import Table
+
+_VARIANTS = ("mask", "lengths", "group", "triton")
+
+
+def implementations_table(records: Sequence[Record]) -> Table:
+    """Returns a row per width, format and length, with each implementation's times and peak."""
+    names = [
+        name
+        for name in dict.fromkeys(str(record.case["implementation"]) for record in records)
+        if any(record.metrics and record.case["implementation"] == name for record in records)
+    ]
+    places: dict[tuple[CaseValue, ...], dict[str, Record]] = {}
+    for record in records:
+        case = record.case
+        place = (case["dtype"], case["head_dim"], case["context"])
+        places.setdefault(place, {})[str(case["implementation"])] = record
+    shared, _varying = split_fields(records)
+    return Table(
+        headers=(
+            *("dtype", "head dim", "context"),
+            *(f"{name}: forward, backward (ms)" for name in names),
+            *(f"{name}: peak" for name in names),
+        ),
+        rows=tuple(
+            (
+                *(str(value) for value in place),
+                *(_times(found.get(name)) for name in names),
+                *(_peak(found.get(name)) for name in names),
+            )
+            for place, found in sorted(places.items(), key=_longest_last)
+        ),
+        caption=describe_fields(shared),
+        notes=tuple(dict.fromkeys(record.reason for record in records if record.reason)),
+    )
+
+
+def _longest_last(
+    place_and_records: tuple[tuple[CaseValue, ...], dict[str, Record]],
+) -> tuple[str, float, float]:
+    (dtype, _head_dim, _context), found = place_and_records
+    first = next(iter(found.values()))
+    return str(dtype), case_number(first, "head_dim"), case_number(first, "context")
+
+
+def _times(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    if not record.metrics:
+        return record.outcome.replace("_", " ")
+    passes = (record.metrics[f"{name}_time_s"].value * 1e3 for name in ("forward", "backward"))
+    return ", ".join(
+        f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
+        for milliseconds in passes
+    )
+
+
+def _peak(record: Record | None) -> str:
+    if record is None or not record.metrics:
+        return "-"
+    return format_binary_bytes(record.metrics["peak_bytes"].value)
+
+
+def kernels_table(records: Sequence[Record]) -> Table:
+    """Returns a row per kernel and architecture: ranges over masks, lengths, groups, compilers."""
+    places: dict[tuple[CaseValue, ...], list[Record]] = {}
+    for record in records:
+        case = record.case
+        blocks = "x".join(str(case[name] or "-") for name in ("block_queries", "block_keys"))
+        place = (
+            *(case["architecture"], case["head_dim"], case["kernel"], blocks),
+            *(case["num_warps"], case["num_stages"]),
+        )
+        places.setdefault(place, []).append(record)
+    _shared, varying = split_fields(records)
+    return Table(
+        headers=(
+            *("architecture", "head dim", "kernel", "tile", "warps", "stages", "registers"),
+            *("spilled (B)", "shared (KiB)", "matrix instructions", "occupancy"),
+            *("FLOPs/B at worst", "at best", "ceiling at worst"),
+        ),
+        rows=tuple(
+            (*(str(value) for value in place), *_kernel_cells(found))
+            for place, found in places.items()
+        ),
+        caption=", ".join(
+            f"{field} {' and '.join(str(value) for value in _values(records, field))}"
+            for field in _VARIANTS
+            if field in varying
+        ),
+        notes=tuple(dict.fromkeys(record.reason for record in records if record.reason)),
+    )
+
+
+def _kernel_cells(records: Sequence[Record]) -> tuple[str, ...]:
+    failed = [record.outcome for record in records if not record.metrics]
+    if failed:
+        return (failed[0], *("-" for _ in range(7)))
+    return (
+        _range(records, "registers", "{:.0f}"),
+        _range(records, "spill_bytes", "{:.0f}"),
+        _range(records, "shared_bytes", "{:.0f}", scale=1 / KIB),
+        _range(records, "matrix_instructions", "{:.0f}"),
+        _range(records, "occupancy", "{:.0%}"),
+        _range(records, "worst_intensity", "{:.0f}"),
+        _range(records, "best_intensity", "{:,.0f}"),
+        _range(records, "worst_ceiling", "{:.0%}"),
+    )
+
+
+def _range(records: Sequence[Record], metric: str, form: str, *, scale: float = 1.0) -> str:
+    values = [record.metrics[metric].value * scale for record in records]
+    ends = dict.fromkeys(form.format(value) for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def _values(records: Sequence[Record], field: str) -> list[CaseValue]:
+    return list(dict.fromkeys(record.case[field] for record in records))

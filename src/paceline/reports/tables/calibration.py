@@ -1,0 +1,70 @@
+"""How well calibrations of the same place agree with each other."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from paceline.core.errors import UsageError
+from paceline.core.units import KIB, MIB
+from paceline.prediction.calibration import Calibration
+from paceline.prediction.calibration_records import calibration_runs
+from paceline.records import Record
+from paceline.reports.tables.table import Table
+
+# Where the cuts of a piecewise fit lie differs from run to run; what it says of a size can be
+# compared.
+_SIZES = (64 * KIB, MIB, 25 * MIB)
+_FEWEST_RUNS = 2
+
+
+def repeats_table(records: Iterable[Record]) -> Table:
+    """Makes a table of what differs between repeated calibrations of a place, by quantity.
+
+    The range of a number is the difference of its largest and smallest value, over their median.
+    """
+    runs = calibration_runs(records)
+    if len({tuple(run.place.values()) for run in runs}) != 1 or len(runs) < _FEWEST_RUNS:
+        raise UsageError("repeated calibrations of one place are needed")
+    ranges: dict[str, list[float]] = {}
+    for (label, _), values in _repeated(runs).items():
+        middle = statistics.median(values)
+        if middle > 0:
+            ranges.setdefault(label, []).append((max(values) - min(values)) / middle)
+    everything = [value for group in ranges.values() for value in group]
+    return Table(
+        headers=("quantity", "numbers", "median range", "largest range"),
+        rows=tuple(
+            (label, str(len(group)), f"{statistics.median(group):.1%}", f"{max(group):.1%}")
+            for label, group in (*ranges.items(), ("all", everything))
+        ),
+        caption=(
+            f"{len(runs)} calibrations in a row; for each number, its largest less its smallest "
+            "value, over their median"
+        ),
+    )
+
+
+def _repeated(runs: Sequence[Calibration]) -> dict[tuple[str, object], list[float]]:
+    """Returns the values of all runs by label and what they are of."""
+    values: dict[tuple[str, object], list[float]] = {}
+    for run in runs:
+        for label, subject, value in _numbers(run):
+            values.setdefault((label, subject), []).append(value)
+    return values
+
+
+def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
+    for label, timed in (("linear layers", run.linears), ("attention", run.attentions)):
+        for entry in timed:
+            yield f"{label}, forward", entry.dimensions, entry.forward_s
+            yield f"{label}, backward", entry.dimensions, entry.backward_s
+    yield "elementwise", None, run.stream_element_s
+    yield "memory", None, run.copy_element_s
+    yield "calls", "forward", run.forward_call_s
+    yield "calls", "backward", run.backward_call_s
+    yield "optimizer", None, run.optimizer_element_s
+    for operation, fit in run.collectives.items():
+        for size in _SIZES:
+            yield "collectives, 64 KiB to 25 MiB", (operation, size), fit.time_s(size)
+    for operation, contention in run.contentions.items():
+        yield "contention: lost per byte", operation, contention.lost_s_per_byte
+        yield "contention: slowdown", operation, contention.slowdown

@@ -1,0 +1,171 @@
+"""What traced steps say of the courses' questions: where time goes by kind of work, and memory."""
+
+from collections.abc import Sequence
+
+from paceline.core.errors import UsageError
+from paceline.core.units import format_binary_bytes, format_decimal
+from paceline.records import Record, join_key
+from paceline.records.kinds import PREDICTION
+from paceline.reports.tables.table import Table
+from paceline.traces.records import ALL_OPERATORS
+
+_ATTENTION = ("attention_scores", "attention_softmax", "attention_values")
+
+
+def work_table(records: Sequence[Record], subject: str) -> Table:
+    """Returns the share of each kind of work in every phase of a step."""
+    rows = _operators(records, subject, only_kinds=True)
+    phases = [
+        phase
+        for phase in ("forward", "backward", "optimizer", "whole step")
+        if any(record.case["range"] == phase for record in rows)
+    ]
+    by_place = {(record.case["work"], record.case["range"]): record for record in rows}
+    kinds = list(
+        dict.fromkeys(
+            record.case["work"]
+            for record in sorted(rows, key=lambda record: -record.metrics["own_time_s"].value)
+        )
+    )
+    return Table(
+        headers=("work", *(f"{phase}: ms, share" for phase in phases)),
+        rows=tuple(
+            (str(kind), *(_time_and_share(by_place.get((kind, phase))) for phase in phases))
+            for kind in kinds
+        ),
+        caption=f"{subject}; one step",
+    )
+
+
+def operator_table(records: Sequence[Record], subject: str, range_name: str) -> Table:
+    """Returns the operators of one range that took longest."""
+    rows = [
+        record
+        for record in _operators(records, subject, only_kinds=False)
+        if record.case["range"] == range_name
+    ]
+    return Table(
+        headers=("operator", "work", "calls", "own time (ms)", "share"),
+        rows=tuple(
+            (
+                str(record.case["operator"]),
+                str(record.case["work"]),
+                f"{record.metrics['num_calls'].value:.4g}",
+                f"{record.metrics['own_time_s'].value * 1e3:.1f}",
+                f"{record.metrics['share'].value:.1%}",
+            )
+            for record in rows
+        ),
+        caption=f"{subject}; {range_name} of one step",
+    )
+
+
+def attention_table(records: Sequence[Record], subject: str) -> Table:
+    """Returns time and operations of the parts of attention in forward."""
+    rows = [
+        record
+        for record in _operators(records, subject, only_kinds=True)
+        if record.case["range"] in _ATTENTION
+    ]
+    sums = {
+        part: [
+            sum(record.metrics[name].value for record in rows if record.case["range"] == part)
+            for name in ("own_time_s", "flops")
+        ]
+        for part in _ATTENTION
+        if any(record.case["range"] == part for record in rows)
+    }
+    return Table(
+        headers=("part of attention", "time (ms)", "matmul FLOPs", "FLOP/s"),
+        rows=tuple(
+            (
+                part.removeprefix("attention_"),
+                f"{seconds * 1e3:.1f}",
+                format_decimal(flops, "") if flops else "-",
+                format_decimal(flops / seconds, "") if flops and seconds else "-",
+            )
+            for part, (seconds, flops) in sums.items()
+        ),
+        caption=f"{subject}; all layers of one forward pass",
+    )
+
+
+def flops_table(records: Sequence[Record]) -> Table:
+    """Returns traced operations of matrix products beside what the formula expects.
+
+    Phases whose operations the trace does not tell are left out, as those of a GPU's kernels.
+    """
+    measured = {join_key(record): record for record in records if record.kind == "operator"}
+    rows = []
+    for record in records:
+        if record.kind == PREDICTION and record.measured_kind.name == "operator":
+            twin = measured.get(join_key(record))
+            traced = 0.0 if twin is None else twin.metrics["flops"].value
+            expected = record.metrics["flops"].value
+            if not traced or not expected:
+                continue
+            rows.append(
+                (
+                    str(record.case["subject"]),
+                    str(record.case["range"]),
+                    format_decimal(traced, ""),
+                    format_decimal(expected, ""),
+                    f"{traced / expected:.4f}",
+                )
+            )
+    return Table(
+        headers=("step", "phase", "traced", "formula", "ratio"),
+        rows=tuple(rows),
+        caption="FLOPs of matrix products in one step",
+    )
+
+
+def memory_table(records: Sequence[Record]) -> Table:
+    """Returns the peak of each step by category, beside the least that the formulas allow."""
+    expected = {
+        join_key(record): record
+        for record in records
+        if record.kind == PREDICTION and record.measured_kind.name == "memory_timeline"
+    }
+    categories = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
+    rows = []
+    for record in records:
+        if record.kind != "memory_timeline":
+            continue
+        values = {name: metric.value for name, metric in record.metrics.items()}
+        rows.append(
+            (
+                *(str(record.case[field]) for field in ("phase", "context", "precision")),
+                format_binary_bytes(values["peak_bytes"]),
+                *(format_binary_bytes(values[f"{name}_at_peak_bytes"]) for name in categories),
+                format_binary_bytes(expected[join_key(record)].metrics["peak_bytes"].value),
+            )
+        )
+    return Table(
+        headers=(
+            *("phase", "context", "precision", "peak"),
+            *(name.replace("_", " ") for name in categories),
+            "least possible",
+        ),
+        rows=tuple(rows),
+        caption="memory of one step at its peak",
+    )
+
+
+def _operators(records: Sequence[Record], subject: str, *, only_kinds: bool) -> list[Record]:
+    chosen = [
+        record
+        for record in records
+        if record.kind == "operator"
+        and record.case["subject"] == subject
+        and (record.case["operator"] == ALL_OPERATORS) == only_kinds
+    ]
+    if not chosen:
+        raise UsageError(f"the store has no trace of {subject!r}")
+    return chosen
+
+
+def _time_and_share(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    return f"{record.metrics['own_time_s'].value * 1e3:.1f}, {record.metrics['share'].value:.1%}"

@@ -1,0 +1,161 @@
+"""Tables of scaling laws: methods side by side, the cost of being wrong, runs to buy."""
+
+from collections.abc import Sequence
+
+from paceline.core.plan import Estimate
+from paceline.records import Record
+from paceline.reports.tables.table import Table
+from paceline.scaling.allocation.decide import Decision
+from paceline.scaling.experiments.service import RunRequest
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.surface import compute_for
+
+
+def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) -> Table:
+    """Returns every method's answer for every budget."""
+    exponents = {method.method: method.exponent for method in fit.methods}
+    rows = tuple(
+        (
+            f"{decision.compute:.3g}",
+            answer.method,
+            f"{exponents[answer.method]:.4f}",
+            _with_interval(answer.parameters, ".3g"),
+            _with_interval(answer.tokens, ".3g"),
+            _with_interval(answer.loss, ".4f"),
+            f"{answer.tokens.value / answer.parameters.value:.3g}",
+        )
+        for decision in decisions
+        for answer in decision.answers
+    )
+    sweep = fit.sweep
+    farthest = max(decision.extrapolation for decision in decisions)
+    return Table(
+        headers=("FLOPs", "method", "N ~ C^", "parameters", "tokens", "loss", "tokens/N"),
+        rows=rows,
+        caption=f"{len(sweep)} runs, {len(sweep.budgets)} budgets up to {sweep.compute.max():.3g} "
+        f"FLOPs, extrapolated {farthest:.3g} times; {level:.0%} intervals",
+        notes=(
+            *(
+                f"parametric N at {decision.compute:.3g} FLOPs by profile: "
+                f"{_with_interval(decision.profile, '.3g')}"
+                for decision in decisions
+            ),
+            *(f"left out: {reason}" for _method, reason in fit.left_out),
+        ),
+    )
+
+
+def waste_table(decision: Decision) -> Table:
+    """Returns what models of other sizes would waste of one budget."""
+    return Table(
+        headers=("parameters", "that is", "FLOPs wasted", "loss"),
+        rows=tuple(
+            (f"{waste.parameters:.3g}", waste.reason, f"{waste.wasted:.2%}", f"{waste.loss:.4f}")
+            for waste in decision.waste
+        ),
+        caption=f"what being wrong costs at {decision.compute:.3g} FLOPs, by the fitted surface",
+    )
+
+
+def run_text(decision: Decision) -> str:
+    """Describes the model to build and the run to make, in a few lines."""
+    run = decision.run
+    shape = run.shape
+    times = run.flops_per_token / float(compute_for(run.parameters, 1))
+    return (
+        f"train at {decision.compute:.3g} FLOPs: {shape.num_layers} layers, d_model "
+        f"{shape.d_model}, d_ff {shape.d_ff}, {shape.num_heads} heads of {shape.head_width}, "
+        f"vocabulary {shape.vocab_size:,}: {run.parameters:,} parameters\n"
+        f"  {run.tokens:,} tokens in {run.num_steps:,} steps of {run.tokens_per_step:,}; exact "
+        f"{run.flops:.4g} FLOPs, {times:.3f} times 6ND\n"
+        f"  a learning rate to begin tuning at: {decision.learning_rate:.2g} (Step Law)"
+    )
+
+
+def runs_table(requests: Sequence[RunRequest], losses: Sequence[float | None]) -> Table:
+    """Returns runs that are proposed, or were bought."""
+    rows = []
+    spent = 0.0
+    for request, loss in zip(requests, losses, strict=True):
+        spent += request.train_flops
+        rows.append(
+            (
+                f"{request.train_flops:.3g}",
+                f"{request.parameters:.3g}",
+                f"{request.tokens:.3g}",
+                str(request.d_model),
+                str(request.num_layers),
+                str(request.num_heads),
+                str(request.batch_size),
+                f"{request.learning_rate:.2e}",
+                f"{spent:.3g}",
+                "-" if loss is None else f"{loss:.4f}",
+            )
+        )
+    return Table(
+        headers=(
+            *("FLOPs", "parameters", "tokens", "d_model", "layers", "heads", "batch"),
+            *("learning rate", "FLOPs so far", "loss"),
+        ),
+        rows=tuple(rows),
+        caption=f"{len(rows)} runs",
+    )
+
+
+def answers_table(records: Sequence[Record]) -> Table:
+    """Returns records of kind scaling as a table, one row per method and budget."""
+    rows = tuple(
+        (
+            f"{record.case['compute_budget']:.0e}".replace("e+", "e"),
+            str(record.case["method"]),
+            *(_metric(record, name, digits) for name, digits in _ANSWER_METRICS.items()),
+        )
+        for record in records
+        if record.kind == "scaling"
+    )
+    headers = ("FLOPs", "method", *_ANSWER_METRICS)
+    return Table(headers=headers, rows=rows, caption="90% intervals in brackets")
+
+
+_ANSWER_METRICS = {"parameters": ".3g", "tokens": ".3g", "loss": ".4f"}
+
+
+def study_table(records: Sequence[Record], study: str) -> Table:
+    """Returns the records of studies whose name begins so, their metrics as columns."""
+    chosen = [record for record in records if str(record.case["study"]).startswith(study)]
+    names = list(dict.fromkeys(name for record in chosen for name in record.metrics))
+    shared = {str(record.case["num_sweeps"]) for record in chosen if "num_sweeps" in record.case}
+    return Table(
+        headers=("study", "noise", *(name.replace("_", " ") for name in names)),
+        rows=tuple(
+            (
+                str(record.case.get("departure") or record.case["study"]),
+                f"{record.case['noise']:.1%}",
+                *(
+                    f"{record.metrics[name].value:{_STUDY_DIGITS.get(name, '.3g')}}"
+                    for name in names
+                ),
+            )
+            for record in chosen
+        ),
+        caption=f"{', '.join(sorted(shared))} sweeps each" if shared else "processor seconds",
+    )
+
+
+_STUDY_DIGITS = {
+    **dict.fromkeys(("covered", "covered_loss", "warned", "within_tenth"), ".1%"),
+    **dict.fromkeys(("bias",), "+.1%"),
+}
+
+
+def _metric(record: Record, name: str, digits: str) -> str:
+    metric = record.metrics[name]
+    if metric.low is None or metric.high is None:
+        return f"{metric.value:{digits}}"
+    return f"{metric.value:{digits}} ({metric.low:{digits}} to {metric.high:{digits}})"
+
+
+def _with_interval(estimate: Estimate, digits: str) -> str:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{digits}}"
+    return f"{estimate.value:{digits}} ({estimate.low:{digits}} to {estimate.high:{digits}})"

@@ -1,0 +1,146 @@
+"""Tables: for people (Markdown, terminal) and for programs (CSV).
+
+A table for people shows the case fields that vary and puts the common ones in its caption.
+CSV is flat and raw: every case field, and value and deviation of every metric.
+"""
+
+import csv
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+from paceline.records import Metric, Record
+from paceline.reports.evidence.fields import (
+    describe_case,
+    describe_fields,
+    field_label,
+    field_text,
+    single_kind,
+    split_fields,
+)
+from paceline.reports.tables.columns import COLUMNS, Column, View
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_NOT_APPLICABLE = "n/a"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Headers and rows of text."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str
+    notes: tuple[str, ...] = ()
+    """Why cases have no numbers, or numbers that are hard to believe."""
+
+
+def records_table(records: Sequence[Record], view: View = "time") -> Table:
+    """Makes the table of records of one kind."""
+    shared, varying = split_fields(records)
+    kind = single_kind(records)
+    if (kind, view) not in COLUMNS:
+        raise UsageError(f"records of kind {kind!r} have no {view} view")
+    # A column that no record has anything for is noise; MFU stays, to say that it is not known.
+    columns = [
+        column
+        for column in COLUMNS[kind, view]
+        if column.always or _has_any(records, column.metrics)
+    ]
+    rows = tuple(
+        (
+            *(field_text(field, record.case.get(field)) for field in varying),
+            *_metric_texts(record, columns),
+        )
+        for record in records
+    )
+    return Table(
+        headers=(
+            *(field_label(field) for field in varying),
+            *(column.header for column in columns),
+        ),
+        rows=rows,
+        caption=describe_fields(shared),
+        notes=tuple(note for record in records for note in _notes(record, varying)),
+    )
+
+
+def _has_any(records: Sequence[Record], metrics: Sequence[str]) -> bool:
+    return any(name in record.metrics for record in records for name in metrics)
+
+
+def _notes(record: Record, varying: Sequence[str]) -> list[str]:
+    case = describe_case(record, varying)
+    notes = [f"{case}: warning: {warning}" for warning in record.warnings]
+    if record.reason is not None:
+        notes.append(f"{case}: {record.outcome.replace('_', ' ')}: {record.reason}")
+    return notes
+
+
+def _metric_texts(record: Record, columns: Sequence[Column]) -> list[str]:
+    if not record.metrics:
+        return [record.outcome.replace("_", " "), *("-" for _ in columns[1:])]
+    texts = []
+    for column in columns:
+        present = [record.metrics[name] for name in column.metrics if name in record.metrics]
+        texts.append(column.format(present) if present else _NOT_APPLICABLE)
+    return texts
+
+
+def render_markdown(table: Table) -> str:
+    """Renders a pipe table with its caption above."""
+    lines = [
+        f"_{table.caption}_",
+        "",
+        _markdown_row(table.headers),
+        _markdown_row(["---"] * len(table.headers)),
+        *(_markdown_row(row) for row in table.rows),
+        *(["", *(f"- {note}" for note in table.notes)] if table.notes else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def render_rich(table: Table) -> "Group":
+    """Renders a table for a terminal."""
+    from rich.box import SIMPLE
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rendered = RichTable(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in table.headers:
+        rendered.add_column(Text(header), overflow="fold")
+    for row in table.rows:
+        rendered.add_row(*(Text(cell) for cell in row))
+    return Group(Text(table.caption), rendered, *(Text(note) for note in table.notes))
+
+
+def render_csv(records: Sequence[Record]) -> str:
+    """Renders every case field, and value and deviation of every metric, as CSV."""
+    case_fields = list(dict.fromkeys(field for record in records for field in record.case))
+    metric_names = list(dict.fromkeys(name for record in records for name in record.metrics))
+    output = io.StringIO()
+    writer = csv.writer(output, lineterminator="\n")
+    metric_headers = [header for name in metric_names for header in (name, f"{name}_std")]
+    writer.writerow(["kind", *case_fields, "outcome", "reason", *metric_headers])
+    for record in records:
+        metrics = [
+            number
+            for name in metric_names
+            for number in _value_and_deviation(record.metrics.get(name))
+        ]
+        case = [record.case.get(field) for field in case_fields]
+        writer.writerow([record.kind, *case, record.outcome, record.reason, *metrics])
+    return output.getvalue()
+
+
+def _value_and_deviation(metric: Metric | None) -> tuple[float | None, float | None]:
+    return (None, None) if metric is None else (metric.value, metric.std)

@@ -1,0 +1,148 @@
+"""The decision: what to train with a budget, how sure that is, and what being wrong costs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+from paceline.core.specs import BatchShape
+from paceline.scaling.allocation.model_shapes import (
+    TrainingRun,
+    nearest_shape,
+    plan_run,
+    suggested_batch_tokens,
+    suggested_learning_rate,
+)
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodName, predict
+from paceline.scaling.fits.profile_likelihood import profile_interval
+from paceline.scaling.surface import tokens_for
+
+WRONG_BY = (0.25, 0.5, 2.0, 4.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One method's answer for one budget."""
+
+    method: MethodName
+    compute: float
+    parameters: Estimate
+    tokens: Estimate
+    loss: Estimate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waste:
+    """What a model of another size throws away."""
+
+    parameters: float
+    reason: str
+    wasted: float
+    """Share of the FLOPs."""
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do with one budget."""
+
+    compute: float
+    """The budget in FLOPs."""
+    extrapolation: float
+    """The budget over the largest one that was tried."""
+    answers: tuple[Answer, ...]
+    """One per method that the runs allowed."""
+    profile: Estimate
+    """The parametric N once more, with its profile interval: the check on the bootstrap's."""
+    waste: tuple[Waste, ...]
+    """What models too small or too large by some factors would throw away."""
+    run: TrainingRun
+    """The parametric answer as something to train: a shape, its tokens and steps."""
+    learning_rate: float
+    """A peak to begin with, by a published law."""
+
+
+def decide(
+    fit: ScalingFit,
+    compute: Sequence[float],
+    *,
+    level: float = DEFAULT_LEVEL,
+    vocab_size: int = 32_000,
+    context_length: int = 2048,
+    batch_tokens: int | None = None,
+) -> list[Decision]:
+    """Answers for every budget by every method, and plans the parametric method's run.
+
+    Args:
+        fit: What the methods make of the runs.
+        compute: The budgets in FLOPs.
+        level: How often an interval is to hold the truth.
+        vocab_size: Of the model to build.
+        context_length: Of the model to build.
+        batch_tokens: Of a step; by default what the size of the model suggests.
+    """
+    targets = np.asarray(compute, dtype=np.float64)
+    if not len(targets) or not (np.isfinite(targets) & (targets > 0)).all():
+        raise UsageError("budgets must be positive numbers of FLOPs, such as 1e23")
+    if not 0 < level < 1:
+        raise UsageError(f"the level of intervals is {level:g}; it must lie between 0 and 1")
+    predictions = [predict(method, targets, level) for method in fit.methods]
+    decisions = []
+    for index, budget in enumerate(targets):
+        answers = tuple(
+            Answer(
+                method=prediction.method,
+                compute=float(budget),
+                parameters=prediction.parameters.at(index),
+                tokens=prediction.tokens.at(index),
+                loss=prediction.loss.at(index),
+            )
+            for prediction in predictions
+        )
+        (chosen,) = [answer for answer in answers if answer.method == fit.parametric.method]
+        shape = nearest_shape(
+            chosen.parameters.value, vocab_size=vocab_size, context_length=context_length
+        )
+        batch = batch_tokens or suggested_batch_tokens(chosen.tokens.value)
+        decisions.append(
+            Decision(
+                compute=float(budget),
+                extrapolation=float(budget / fit.sweep.compute.max()),
+                answers=answers,
+                profile=profile_interval(fit.sweep, fit.parametric, float(budget), level),
+                waste=_waste(fit, chosen),
+                run=plan_run(
+                    shape,
+                    float(budget),
+                    BatchShape(
+                        num_sequences=max(1, round(batch / context_length)),
+                        context_length=context_length,
+                    ),
+                ),
+                learning_rate=suggested_learning_rate(chosen.parameters.value, chosen.tokens.value),
+            )
+        )
+    return decisions
+
+
+def _waste(fit: ScalingFit, chosen: Answer) -> tuple[Waste, ...]:
+    best = chosen.parameters
+    sizes = [(factor * best.value, f"{factor:g} times the best N") for factor in WRONG_BY]
+    sizes += [
+        (end, f"the {name} end of the interval")
+        for name, end in (("lower", best.low), ("upper", best.high))
+        if end is not None
+    ]
+    surface = fit.parametric.surface
+    return tuple(
+        Waste(
+            parameters=size,
+            reason=reason,
+            wasted=float(surface.wasted_compute(chosen.compute, size)),
+            loss=float(surface.loss(size, tokens_for(chosen.compute, size))),
+        )
+        for size, reason in sorted(sizes)
+    )

@@ -1,0 +1,1 @@
+"""What is wrong with a sweep, a fit or a claim."""

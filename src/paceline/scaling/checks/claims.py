@@ -1,0 +1,146 @@
+"""Somebody else's answer held against the runs: coefficients, or an N and a D for a budget.
+
+Coefficients come as they were printed, because their digits are part of the claim: half a unit of
+the last digit of an exponent moves the optimum more than most intervals are wide.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.checks.findings import Finding
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.fits.huber import fit_huber, huber_objective
+from paceline.scaling.surface import LossSurface, compute_for
+
+_SPENT_TOLERANCE = 0.02
+_ROUNDING = 0.1
+# The truth itself leaves a larger objective than the best fit, by its coefficients over runs; an
+# excess of three times that is beyond chance.
+_OBJECTIVE_EXCESS = 15.0
+_WRONG_SIZE = 1.25
+COEFFICIENT_NAMES = ("E", "A", "alpha", "B", "beta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocationCost:
+    """What training a claimed model would cost, by the fitted surface."""
+
+    loss: float
+    best_loss: float
+    spent: float
+    """6ND as a share of the budget."""
+    wasted: float
+    """Share of the FLOPs spent that the best model would not have needed."""
+
+
+def check_allocation(
+    fit: ScalingFit, compute: float, parameters: float, tokens: float
+) -> tuple[AllocationCost, list[Finding]]:
+    """Prices an N and D that were claimed for a budget, and names what is wrong with them."""
+    surface = fit.parametric.surface
+    spent = float(compute_for(parameters, tokens))
+    loss = float(surface.loss(parameters, tokens))
+    cost = AllocationCost(
+        loss=loss,
+        best_loss=float(surface.optimal_loss(compute)),
+        spent=spent / compute,
+        wasted=1 - float(surface.compute_for_loss(loss)) / spent,
+    )
+    findings = []
+    if abs(cost.spent - 1) > _SPENT_TOLERANCE:
+        findings.append(
+            Finding(
+                name="inconsistent_compute",
+                message=f"6ND is {cost.spent:.2f} of the budget of {compute:.3g} FLOPs: N and D "
+                "were fitted apart",
+                remedy="fit N and take D = C/6N",
+            )
+        )
+    best = float(surface.optimal_parameters(compute))
+    ratio = parameters / best
+    if not 1 / _WRONG_SIZE < ratio < _WRONG_SIZE:
+        findings.append(
+            Finding(
+                name="wrong_size",
+                message=f"N = {parameters:.3g} is {ratio:.2g} times the best {best:.3g}; the loss "
+                f"is {loss:.4f} instead of {cost.best_loss:.4f}, and {cost.wasted:.0%} of the "
+                "FLOPs spent are wasted",
+                remedy="fit in log space, and all runs rather than the lowest of each budget",
+            )
+        )
+    return cost, findings
+
+
+def check_coefficients(fit: ScalingFit, printed: Sequence[str], compute: float) -> list[Finding]:
+    """Names what is wrong with printed coefficients E, A, alpha, B, beta of the same runs."""
+    surface = _surface(
+        [_parse(name, text) for name, text in zip(COEFFICIENT_NAMES, printed, strict=True)]
+    )
+    findings = []
+    best = fit_huber(fit.sweep, np.ones((1, len(fit.sweep)))).surface
+    reached, least = (huber_objective(fit.sweep, claimed) for claimed in (surface, best))
+    if reached > least * (1 + _OBJECTIVE_EXCESS / len(fit.sweep)):
+        sizes = [float(claimed.optimal_parameters(compute)) for claimed in (surface, best)]
+        findings.append(
+            Finding(
+                name="loose_optimiser",
+                message=f"these coefficients leave an objective of {reached:.3g} where "
+                f"{least:.3g} can be reached; N at {compute:.3g} FLOPs is {sizes[0]:.3g} instead "
+                f"of {sizes[1]:.3g}",
+                remedy="sum Huber's loss over the runs instead of averaging it, tighten the "
+                "tolerance, and start from a grid",
+            )
+        )
+    low, high = rounding_range(printed, compute)
+    if high / low - 1 > _ROUNDING:
+        findings.append(
+            Finding(
+                name="rounded_coefficients",
+                message=f"with the digits printed, N at {compute:.3g} FLOPs may be anything from "
+                f"{low:.3g} to {high:.3g}",
+                remedy="keep all digits of the coefficients, the exponents' above all",
+            )
+        )
+    return findings
+
+
+def rounding_range(printed: Sequence[str], compute: float) -> tuple[float, float]:
+    """Returns the least and the largest best N that coefficients with these digits allow."""
+    ends = []
+    for name, text in zip(COEFFICIENT_NAMES, printed, strict=True):
+        value, half = _parse(name, text), _half_unit(text)
+        ends.append((value - half, value + half))
+    # N grows or falls with each coefficient alone, so the extremes lie in corners.
+    sizes = [
+        float(_surface(list(corner)).optimal_parameters(compute))
+        for corner in itertools.product(*ends)
+    ]
+    return min(sizes), max(sizes)
+
+
+def _surface(values: Sequence[float]) -> LossSurface:
+    irreducible, parameter_scale, parameter_exponent, token_scale, token_exponent = values
+    return LossSurface(
+        irreducible=irreducible,
+        parameter_scale=parameter_scale,
+        parameter_exponent=parameter_exponent,
+        token_scale=token_scale,
+        token_exponent=token_exponent,
+    )
+
+
+def _parse(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"coefficient {name} is {text!r}; it must be a number") from None
+
+
+def _half_unit(text: str) -> float:
+    mantissa, _, exponent = text.lower().partition("e")
+    digits = len(mantissa.partition(".")[2])
+    return 0.5 * 10.0 ** (int(exponent or 0) - digits)

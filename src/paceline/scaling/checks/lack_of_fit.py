@@ -1,0 +1,104 @@
+"""Whether a surface describes its runs as well as their noise allows.
+
+If it does, residuals are noise, and nothing smooth in log N and log D explains more of them than
+chance would. Departures that are known to happen leave known patterns: a learning rate that was
+tuned at one size grows worse with the square of log N, an optimum that drifts with compute couples
+log N and log D, a warm-up of fixed length costs in proportion to 1/D. Each of these, and low powers
+of both logarithms for what has no name, is put to an F test after taking out what the surface's own
+coefficients could absorb; as there are several tests, each must be that much more certain.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.scaling.fits.parametric import SurfaceFit
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array, LossSurface
+
+_CERTAIN = 0.02
+_POWERS = ((1, 1), (2, 0), (0, 2), (3, 0), (0, 3))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LackOfFit:
+    """The strongest of the patterns."""
+
+    chance: float
+    """Probability of a pattern at least as strong if the surface were right."""
+    size: float
+    """Root mean square of the pattern, as a share of the loss."""
+    resembles: str
+    """What leaves such a pattern."""
+
+
+def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:
+    """Tests the residuals for patterns; None where there are too few runs to tell."""
+    tangent, _ = np.linalg.qr(jacobian(fit.surface, sweep))
+    residual = fit.residuals - tangent @ (tangent.T @ fit.residuals)
+    patterns = _patterns(sweep)
+    found = []
+    for resembles, columns in patterns.items():
+        free = columns - tangent @ (tangent.T @ columns)
+        tested = _test(residual, free, len(sweep) - tangent.shape[1])
+        if tested is not None:
+            chance, size = tested
+            chance = min(1.0, chance * len(patterns))
+            found.append(LackOfFit(chance=chance, size=size, resembles=resembles))
+    if not found:
+        return None
+    strongest = min(found, key=lambda lack: lack.chance)
+    named = min(found[:-1], key=lambda lack: lack.chance, default=strongest)
+    # A strong departure shows in every pattern, and best in the one with most freedom.
+    resembles = named.resembles if named.chance < _CERTAIN else strongest.resembles
+    return dataclasses.replace(strongest, resembles=resembles)
+
+
+def jacobian(surface: LossSurface, sweep: Sweep) -> Array:
+    """Returns the slopes of the log loss along the five coefficients, columns of unit length."""
+    log_n, log_d = (np.log(column) for column in (sweep.parameters, sweep.tokens))
+    by_parameters = sweep.parameters**-surface.parameter_exponent
+    by_tokens = sweep.tokens**-surface.token_exponent
+    columns = np.stack(
+        [
+            np.ones(len(sweep)),
+            by_parameters,
+            by_parameters * (log_n - log_n.mean()),
+            by_tokens,
+            by_tokens * (log_d - log_d.mean()),
+        ],
+        axis=1,
+    )
+    columns /= surface.loss(sweep.parameters, sweep.tokens)[:, None]
+    return np.asarray(columns / np.linalg.norm(columns, axis=0))
+
+
+def _patterns(sweep: Sweep) -> dict[str, Array]:
+    u, v = (_standardised(np.log(column)) for column in (sweep.parameters, sweep.tokens))
+    return {
+        "a learning rate tuned at one size only": (u**2)[:, None],
+        "an optimum that drifts with compute": (u * v)[:, None],
+        "a warm-up of the same length for all runs": (sweep.tokens.min() / sweep.tokens)[:, None],
+        "nothing that has a name": np.stack([u**i * v**j for i, j in _POWERS], axis=1),
+    }
+
+
+def _test(residual: Array, patterns: Array, freedom: int) -> tuple[float, float] | None:
+    """Returns the chance of what the patterns explain, and its size."""
+    from scipy.special import fdtrc
+
+    basis, scales, _ = np.linalg.svd(patterns, full_matrices=False)
+    # What the surface can imitate is no pattern of its own.
+    basis = basis[:, scales > 1e-6 * max(float(scales.max()), 1.0)]
+    freedom -= basis.shape[1]
+    if freedom < 1 or not basis.shape[1]:
+        return None
+    explained = float(((basis.T @ residual) ** 2).sum())
+    rest = max(float((residual**2).sum()) - explained, 1e-300)
+    ratio = (explained / basis.shape[1]) / (rest / freedom)
+    chance = float(fdtrc(basis.shape[1], freedom, ratio))
+    return chance, float(np.sqrt(explained / len(residual)))
+
+
+def _standardised(values: Array) -> Array:
+    return np.asarray((values - values.mean()) / max(float(values.std()), 1e-12))

@@ -1,0 +1,263 @@
+"""Buying runs: learning rates first, cheaply, then the runs that the design chooses.
+
+A learning rate that is off by a factor costs as much loss as a model that is off by ten, so a
+small share of the budget goes into its law: a few sizes, a few rates each, one parabola with a
+common curvature whose vertex moves with log N. Losses bought at other rates are corrected by it.
+The rest is spent in rounds; after each, all runs so far choose those of the next.
+"""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.experiments.design import Belief, choose, learn, prior_belief
+from paceline.scaling.experiments.service import (
+    BATCH_SIZES,
+    D_MODEL_RANGE,
+    LEARNING_RATE_RANGE,
+    NUM_HEADS_RANGE,
+    NUM_LAYERS_RANGE,
+    TRAIN_FLOPS,
+    Oracle,
+    RunRequest,
+)
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array
+
+EXPECTED_NOISE = 0.003
+_SCOUT_SIZES = (1e6, 8e6, 6e7)
+_SCOUT_RATES = tuple(np.geomspace(1.2e-4, 9e-4, 5))
+_SCOUT_SHARE = 0.08
+# Runs farther below the target are cheap, but real ones do not lie on its surface any more.
+_FARTHEST_BELOW = 1e-4
+_REACH = 8.0
+_NUM_SIZES = 32
+_NUM_ROUNDS = 5
+_ASPECT_RANGE = (12, 130)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Purchase:
+    """A run that was bought."""
+
+    request: RunRequest
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateLaw:
+    """The best learning rate by size: log rate = level + slope log(N / 10^7)."""
+
+    level: float
+    slope: float
+    curvature: float
+    """Log loss that a rate off by an e-fold adds, quadratically."""
+
+    def best(self, parameters: float) -> float:
+        """Returns the best learning rate that the service takes."""
+        rate = np.exp(self.level + self.slope * np.log(parameters / 1e7))
+        return float(np.clip(rate, *LEARNING_RATE_RANGE))
+
+    def excess(self, request: RunRequest) -> float:
+        """Returns the log loss that a request's learning rate adds to the best one's."""
+        middle = self.level + self.slope * np.log(request.parameters / 1e7)
+        return float(self.curvature * (np.log(request.learning_rate) - middle) ** 2)
+
+
+UNTUNED = RateLaw(level=float(np.log(6e-4)), slope=-0.15, curvature=0.0)
+"""What is assumed before any rate was tried."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Campaign:
+    """Everything that was bought, and what is known after it."""
+
+    purchases: tuple[Purchase, ...]
+    rates: RateLaw
+    belief: Belief
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all runs."""
+        return sum(purchase.request.train_flops for purchase in self.purchases)
+
+
+def propose_runs(
+    known: Sweep | None, budget: float, target: float, rates: RateLaw = UNTUNED
+) -> list[RunRequest]:
+    """Returns the runs to buy with a budget, in the order of choice.
+
+    Args:
+        known: Runs that have been made already.
+        budget: FLOPs to spend.
+        target: The budget in FLOPs whose best model is to be known.
+        rates: How the best learning rate depends on a model's size.
+    """
+    require_budget(budget, target)
+    belief = learn_from(known)
+    bought = set() if known is None else set(zip(known.parameters, known.compute, strict=True))
+    candidates = [
+        request
+        for request in _candidates(belief, budget, target, rates)
+        if (request.parameters, request.train_flops) not in bought
+    ]
+    if not candidates:
+        raise UsageError(
+            f"no run that {budget:g} FLOPs buy tells of a target of {target:g}; spend more, or aim "
+            "lower"
+        )
+    chosen = choose(belief, *_columns(candidates), target, budget)
+    return [candidates[index] for index in chosen]
+
+
+def learn_from(known: Sweep | None) -> Belief:
+    """Returns what runs, or none, tell of the surface."""
+    if known is None:
+        return prior_belief(EXPECTED_NOISE)
+    return learn(known.parameters, known.tokens, known.loss, EXPECTED_NOISE)
+
+
+def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
+    """Returns runs as a sweep, their losses corrected to the best learning rate."""
+    parameters, _, compute = _columns([run.request for run in purchases])
+    losses = [run.loss * np.exp(-rates.excess(run.request)) for run in purchases]
+    return Sweep.from_arrays(parameters=parameters, compute=compute, loss=losses)
+
+
+def run_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
+    """Buys runs from an oracle until nothing affordable is left."""
+    require_budget(budget, target)
+    purchases = scout_learning_rates(oracle, budget)
+    rates = fit_rate_law(purchases)
+    left = budget - sum(run.request.train_flops for run in purchases)
+    for number in range(_NUM_ROUNDS):
+        if left < max(min(TRAIN_FLOPS), _FARTHEST_BELOW * target):
+            break
+        plan = propose_runs(as_sweep(purchases, rates), left, target, rates)
+        # Early rounds buy a part of the plan, cheapest first: it will change as they are known.
+        plan.sort(key=lambda request: request.train_flops)
+        share = (number + 1) / _NUM_ROUNDS
+        for request in plan[: int(np.ceil(share * len(plan)))]:
+            purchases = (*purchases, Purchase(request=request, loss=oracle.query(request).loss))
+            left -= request.train_flops
+    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+
+
+def scout_learning_rates(oracle: Oracle, budget: float) -> tuple[Purchase, ...]:
+    """Buys a few learning rates at a few sizes, with a small share of the budget."""
+    num_runs = len(_SCOUT_SIZES) * len(_SCOUT_RATES)
+    affordable = [flops for flops in TRAIN_FLOPS if flops <= _SCOUT_SHARE * budget / num_runs]
+    if not affordable:
+        least = num_runs * min(TRAIN_FLOPS) / _SCOUT_SHARE
+        raise UsageError(
+            f"{budget:g} FLOPs do not pay for {num_runs} learning rates; a campaign needs {least:g}"
+        )
+    flops = max(affordable)
+    requests = [
+        shape_request(size, flops, float(rate)) for size in _SCOUT_SIZES for rate in _SCOUT_RATES
+    ]
+    return tuple(Purchase(request=request, loss=oracle.query(request).loss) for request in requests)
+
+
+def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
+    """Fits one curvature and a vertex that moves with log N to runs that differ in their rate."""
+    sizes = np.array([run.request.parameters for run in purchases], dtype=np.float64)
+    rates = np.log([run.request.learning_rate for run in purchases])
+    groups = np.unique(sizes, return_inverse=True)[1]
+    log_size = np.log(sizes / 1e7)
+    design = np.column_stack([np.eye(groups.max() + 1)[groups], rates**2, rates, rates * log_size])
+    solution = np.linalg.lstsq(design, np.log([run.loss for run in purchases]), rcond=None)[0]
+    curvature, by_rate, by_both = (float(value) for value in solution[-3:])
+    if curvature <= 0:
+        return UNTUNED
+    return RateLaw(
+        level=-by_rate / (2 * curvature), slope=-by_both / (2 * curvature), curvature=curvature
+    )
+
+
+def uniform_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
+    """Buys an even grid of sizes at every budget, for as much: what the design is judged by."""
+    purchases = scout_learning_rates(oracle, budget)
+    rates = fit_rate_law(purchases)
+    left = budget - sum(run.request.train_flops for run in purchases)
+    levels = [flops for flops in TRAIN_FLOPS if _FARTHEST_BELOW * target <= flops <= budget / 8]
+    num_sizes = {flops: int(left // sum(levels)) for flops in levels}
+    left -= sum(flops * count for flops, count in num_sizes.items())
+    for flops in reversed(levels):
+        more = int(left // flops)
+        num_sizes[flops] += more
+        left -= more * flops
+    surface = prior_belief(EXPECTED_NOISE).surface
+    for flops, count in num_sizes.items():
+        for size in float(surface.optimal_parameters(flops)) * np.geomspace(
+            1 / _REACH, _REACH, count
+        ):
+            request = shape_request(size, flops, rates.best(size))
+            purchases = (*purchases, Purchase(request=request, loss=oracle.query(request).loss))
+    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+
+
+def shape_request(parameters: float, train_flops: float, learning_rate: float) -> RunRequest:
+    """Returns the request whose model is nearest to a size, within the service's ranges."""
+    sizes, widths, depths = _shapes()
+    index = int(np.abs(np.log(sizes / parameters)).argmin())
+    width = int(widths[index])
+    heads = next(
+        count
+        for count in range(min(NUM_HEADS_RANGE[1], max(2, width // 64)), 1, -1)
+        if width % count == 0
+    )
+    return RunRequest(
+        d_model=width,
+        num_layers=int(depths[index]),
+        num_heads=heads,
+        batch_size=BATCH_SIZES[0],
+        learning_rate=learning_rate,
+        train_flops=train_flops,
+    )
+
+
+def require_budget(budget: float, target: float) -> None:
+    """Refuses a budget that buys nothing, and a target that is none."""
+    if not (math.isfinite(target) and target > 0):
+        raise UsageError(f"a target of {target:g} FLOPs; it must be positive, such as 1e19")
+    if not budget >= min(TRAIN_FLOPS):
+        raise UsageError(f"a budget of {budget:g} FLOPs buys no run; the least costs 1e13")
+
+
+@functools.cache
+def _shapes() -> tuple[Array, Array, Array]:
+    widths, depths = np.meshgrid(
+        np.arange(D_MODEL_RANGE[0], D_MODEL_RANGE[1] + 1, 32.0),
+        np.arange(NUM_LAYERS_RANGE[0], NUM_LAYERS_RANGE[1] + 1.0),
+    )
+    aspect = widths / depths
+    is_sane = (aspect >= _ASPECT_RANGE[0]) & (aspect <= _ASPECT_RANGE[1])
+    widths, depths = widths[is_sane], depths[is_sane]
+    return 12.0 * depths * widths**2, widths, depths
+
+
+def _candidates(belief: Belief, budget: float, target: float, rates: RateLaw) -> list[RunRequest]:
+    sizes = _shapes()[0]
+    ladder = np.geomspace(sizes.min(), sizes.max(), _NUM_SIZES)
+    requests = {}
+    for flops in TRAIN_FLOPS:
+        if not _FARTHEST_BELOW * target <= flops <= budget:
+            continue
+        best = float(belief.surface.optimal_parameters(flops))
+        for size in ladder:
+            request = shape_request(size, flops, rates.best(size))
+            if 1 / _REACH <= request.parameters / best <= _REACH:
+                requests[request.parameters, flops] = request
+    return list(requests.values())
+
+
+def _columns(requests: list[RunRequest]) -> tuple[Array, Array, Array]:
+    return (
+        np.array([request.parameters for request in requests], dtype=np.float64),
+        np.array([request.tokens for request in requests]),
+        np.array([request.train_flops for request in requests]),
+    )

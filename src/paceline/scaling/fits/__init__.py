@@ -1,0 +1,1 @@
+"""Fits of the loss surface, and their intervals."""

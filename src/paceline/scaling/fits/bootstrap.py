@@ -1,0 +1,40 @@
+"""Replicates of a sweep: how often each run is drawn.
+
+A replicate is a row of counts, not a copy of the runs, so that a thousand of them are one matrix
+and every fit takes all of them at once.
+"""
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array
+
+DEFAULT_DRAWS = 1000
+_FEWEST_ANSWERS = 0.5
+
+
+def draw_counts(sweep: Sweep, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> Array:
+    """Returns one row per replicate: how often it drew each run."""
+    size = len(sweep)
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
+
+
+def require_replicates(method: str, share: float) -> None:
+    """Refuses a method of which fewer than half of the replicates come to an answer."""
+    if share < _FEWEST_ANSWERS:
+        raise UsageError(
+            f"{method}: only {share:.0%} of the replicates of these runs come to an answer, so it "
+            "has no interval; add runs at other sizes and budgets"
+        )
+
+
+def widen(value: Array, draws: Array, num_runs: int, num_coefficients: int) -> Array:
+    """Spreads draws of a positive number about its estimate as the fit's freedom demands.
+
+    A replicate repeats some runs and its fit bends to them, so its residuals, and with them the
+    spread of draws, are too small by the share of coefficients among the runs.
+    """
+    factor = np.sqrt(num_runs / max(num_runs - num_coefficients, 1))
+    return np.asarray(value * (draws / value) ** factor)

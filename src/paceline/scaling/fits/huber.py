@@ -1,0 +1,168 @@
+"""The parametric method as published: Huber's loss on log L, from a grid of starts.
+
+The logarithm of the surface is a log-sum-exp of five unconstrained numbers. Huber's loss with a
+knee of a thousandth makes it nearly a fit of absolute errors, deaf to a few bad runs. It has
+several local minima, hence the grid of starts; all starts, and then all replicates, take their
+damped Gauss-Newton steps together. Sums are never averages here, and steps end when the surface
+stands still: a mean over runs with an optimiser's default tolerance stops where it started.
+"""
+
+import numpy as np
+
+from paceline.scaling.fits.bootstrap import require_replicates
+from paceline.scaling.fits.parametric import SurfaceFit, require_runs, residuals_of, surface_of
+from paceline.scaling.fits.variable_projection import ProjectionFit
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array, LossSurface
+
+KNEE = 1e-3
+_START_EXPONENTS = (0.1, 0.3, 0.6, 1.2)
+_START_FLOORS = (0.2, 0.6, 0.9)
+_START_SHARES = (0.2, 0.5, 0.8)
+_MAX_STEPS = 300
+_CONVERGED_GAIN = 1e-8
+_LARGEST_STEP = 2.0
+_TINY = 1e-300
+_CHUNK_ELEMENTS = 250_000
+_EXPONENT_RANGE = (0.01, 4.0)
+
+
+def huber_objective(sweep: Sweep, surface: LossSurface) -> float:
+    """Returns the sum over runs of Huber's loss of the residual in log L."""
+    return float(_huber(residuals_of(surface, sweep)).sum())
+
+
+def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
+    """Fits the surface from a grid of starts, and from its best every row of counts."""
+    require_runs(sweep)
+    centres = np.log(sweep.parameters).mean(), np.log(sweep.tokens).mean()
+    log_n, log_d = np.log(sweep.parameters) - centres[0], np.log(sweep.tokens) - centres[1]
+    log_loss = np.log(sweep.loss)
+    starts = _starts(sweep.loss)
+    everything = np.broadcast_to(1.0, (len(starts), len(sweep)))
+    found, objective = _descend(starts, log_n, log_d, log_loss, everything)
+    best = found[objective.argmin()]
+    replicates, squares = _descend(
+        np.repeat(best[None], len(counts), axis=0), log_n, log_d, log_loss, counts
+    )
+    columns = _as_columns(replicates, squares, centres)
+    require_replicates("huber", float(columns.is_converged.mean()))
+    surface = surface_of(_as_columns(best[None], objective[:1], centres), 0)
+    return SurfaceFit(
+        method="huber",
+        surface=surface,
+        replicates=columns,
+        residuals=residuals_of(surface, sweep),
+    )
+
+
+def _starts(loss: Array) -> Array:
+    """Returns rows of log E, log A, alpha, log B, beta, with N and D about their centres."""
+    lowest, middle = float(loss.min()), float(np.median(loss))
+    rows = []
+    for alpha in _START_EXPONENTS:
+        for beta in _START_EXPONENTS:
+            for floor in _START_FLOORS:
+                for share in _START_SHARES:
+                    reducible = middle - floor * lowest
+                    scales = np.log([floor * lowest, share * reducible, (1 - share) * reducible])
+                    rows.append([scales[0], scales[1], alpha, scales[2], beta])
+    return np.array(rows)
+
+
+def _huber(residual: Array) -> Array:
+    size = np.abs(residual)
+    return np.where(size <= KNEE, 0.5 * residual**2, KNEE * (size - 0.5 * KNEE))
+
+
+def _terms(theta: Array, log_n: Array, log_d: Array) -> Array:
+    """Returns the logarithms of the three terms: replicates, terms, runs."""
+    return np.stack(
+        [
+            np.broadcast_to(theta[:, 0:1], (len(theta), len(log_n))),
+            theta[:, 1:2] - theta[:, 2:3] * log_n,
+            theta[:, 3:4] - theta[:, 4:5] * log_d,
+        ],
+        axis=1,
+    )
+
+
+def _descend(
+    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
+) -> tuple[Array, Array]:
+    """Descends from every row of theta, in chunks that bound the memory."""
+    size = max(1, _CHUNK_ELEMENTS // len(log_n))
+    parts = [
+        _descend_chunk(theta[begin:end], log_n, log_d, log_loss, counts[begin:end])
+        for begin, end in ((at, at + size) for at in range(0, len(theta), size))
+    ]
+    rows, objectives = zip(*parts, strict=True)
+    return np.concatenate(rows), np.concatenate(objectives)
+
+
+def _descend_chunk(
+    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
+) -> tuple[Array, Array]:
+    """Takes damped, reweighted Gauss-Newton steps until no replicate gains by them."""
+    theta = theta.copy()
+    objective = (counts * _huber(log_loss - _log_surface(theta, log_n, log_d))).sum(axis=1)
+    damping = np.full(len(theta), 1e-3)
+    moving = np.arange(len(theta))
+    for _ in range(_MAX_STEPS):
+        step = _step(theta[moving], log_n, log_d, log_loss, counts[moving], damping[moving])
+        candidate = theta[moving] + step
+        candidate[:, 2::2] = np.clip(candidate[:, 2::2], *_EXPONENT_RANGE)
+        residual = log_loss - _log_surface(candidate, log_n, log_d)
+        reached = (counts[moving] * _huber(residual)).sum(axis=1)
+        gain = objective[moving] - reached
+        is_better = gain >= 0
+        better = moving[is_better]
+        theta[better], objective[better] = candidate[is_better], reached[is_better]
+        damping[moving] = np.clip(damping[moving] * np.where(is_better, 0.25, 8.0), 1e-12, 1e9)
+        is_still = np.where(is_better, gain <= _CONVERGED_GAIN * reached, damping[moving] >= 1e6)
+        moving = moving[~is_still]
+        if not len(moving):
+            break
+    return theta, objective
+
+
+def _log_surface(theta: Array, log_n: Array, log_d: Array) -> Array:
+    return np.asarray(np.logaddexp.reduce(_terms(theta, log_n, log_d), axis=1))
+
+
+def _step(
+    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array, damping: Array
+) -> Array:
+    terms = _terms(theta, log_n, log_d)
+    log_surface = np.logaddexp.reduce(terms, axis=1)
+    share = np.exp(terms - log_surface[:, None, :])
+    residual = log_loss - log_surface
+    slopes = np.stack(
+        [share[:, 0], share[:, 1], -share[:, 1] * log_n, share[:, 2], -share[:, 2] * log_d],
+        axis=1,
+    )
+    weights = counts * np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY))
+    weighted = slopes * weights[:, None, :]
+    curvature = weighted @ slopes.transpose(0, 2, 1)
+    gradient = np.einsum("rin,rn->ri", weighted, residual)
+    diagonal = np.einsum("rii->ri", curvature)
+    damped = curvature + (damping[:, None] * diagonal + 1e-18)[:, :, None] * np.eye(5)
+    return np.clip(
+        np.linalg.solve(damped, gradient[..., None])[..., 0], -_LARGEST_STEP, _LARGEST_STEP
+    )
+
+
+def _as_columns(theta: Array, objective: Array, centres: tuple[float, float]) -> ProjectionFit:
+    alpha, beta = theta[:, 2], theta[:, 4]
+    inside = (np.minimum(alpha, beta) > _EXPONENT_RANGE[0]) & (
+        np.maximum(alpha, beta) < _EXPONENT_RANGE[1]
+    )
+    return ProjectionFit(
+        irreducible=np.exp(theta[:, 0]),
+        parameter_scale=np.exp(theta[:, 1] + alpha * centres[0]),
+        parameter_exponent=alpha,
+        token_scale=np.exp(theta[:, 3] + beta * centres[1]),
+        token_exponent=beta,
+        squares=objective,
+        is_converged=inside,
+    )

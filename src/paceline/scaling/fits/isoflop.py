@@ -1,0 +1,224 @@
+"""IsoFLOP profiles: for every budget the size with the least loss, then a power law through them.
+
+The lowest run is quick and coarse: its N is one of those that were tried, so it errs by up to half
+a step of the sweep, and differently at every budget. A parabola in log N finds the minimum between
+runs; because a loss profile is steeper on one side, runs far from the minimum pull the vertex, so
+each counts by how near it is to the lowest one. A budget whose lowest run is the smallest or the
+largest tried has no minimum to be found and does not count; the diagnosis names it.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.fits.bootstrap import require_replicates
+from paceline.scaling.fits.power_law import (
+    LogLine,
+    SaturatingLaw,
+    draw_log_lines,
+    fit_log_line,
+    fit_saturating_law,
+)
+from paceline.scaling.fits.prediction import MethodName
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array
+
+# Runs at a fifth or five times of the lowest one's size count 0.6 of it.
+_REACH = float(np.log(5.0))
+_FEWEST_SIZES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """The runs of one budget and where their loss is least."""
+
+    compute: float
+    members: "np.ndarray[tuple[int], np.dtype[np.intp]]"
+    """Which runs of the sweep, from small to large models."""
+    lowest: int
+    """The run with the least loss, as an index of the sweep."""
+    edge: str | None
+    """"smallest" or "largest" where the least loss is that of such a model."""
+    coefficients: Array | None
+    """Of the parabola in log N about the lowest run, constant first; None without a minimum."""
+    vertex: float | None
+    """The parabola's N of least loss."""
+    vertex_loss: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PowerLawFit:
+    """A power law of N and a saturating one of the loss, with their replicates."""
+
+    method: MethodName
+    compute: Array
+    """Budgets of the points that the laws go through."""
+    parameters: Array
+    loss: Array
+    line: LogLine
+    law: SaturatingLaw
+    drawn_lines: LogLine
+    drawn_laws: SaturatingLaw
+
+    @property
+    def exponent(self) -> float:
+        """The power of C with which the best N grows."""
+        return float(self.line.slope[0])
+
+    def optimum(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the best N and the loss there, one per budget."""
+        return self.line.at(compute)[0], self.law.at(compute)[0]
+
+    def draws(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the same for every replicate, a row each."""
+        return self.drawn_lines.at(compute), self.drawn_laws.at(compute)
+
+
+def find_profiles(sweep: Sweep) -> list[Profile]:
+    """Returns the profile of every budget that has at least three sizes."""
+    index = sweep.budget_index
+    profiles = []
+    for group, compute in enumerate(sweep.budgets):
+        members = np.flatnonzero(index == group)
+        members = members[np.argsort(sweep.parameters[members], kind="stable")]
+        if len(np.unique(sweep.parameters[members])) >= _FEWEST_SIZES:
+            profiles.append(_profile(sweep, float(compute), members))
+    return profiles
+
+
+def fit_lowest_run(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
+    """Takes the run with the least loss of every budget, as courses advise."""
+    profiles = find_profiles(sweep)
+    require_points("lowest_run", len(profiles))
+    compute = np.array([profile.compute for profile in profiles])
+    lowest = [profile.lowest for profile in profiles]
+    return power_law_through(
+        "lowest_run", compute, sweep.parameters[lowest], sweep.loss[lowest], num_draws, seed
+    )
+
+
+def fit_parabola(sweep: Sweep, counts: Array) -> PowerLawFit:
+    """Takes the vertex of each budget's parabola; replicates are rows of counts of runs."""
+    profiles = [profile for profile in find_profiles(sweep) if profile.vertex is not None]
+    require_points("parabola", len(profiles))
+    compute = np.array([profile.compute for profile in profiles])
+    vertices = np.array([profile.vertex for profile in profiles], dtype=np.float64)
+    losses = np.array([profile.vertex_loss for profile in profiles], dtype=np.float64)
+    drawn = [_drawn_vertices(sweep, profile, counts) for profile in profiles]
+    drawn_vertices, drawn_losses = (
+        np.stack(columns, axis=1) for columns in zip(*drawn, strict=True)
+    )
+    drawn_lines = fit_log_line(compute, drawn_vertices)
+    drawn_laws = fit_saturating_law(compute, drawn_losses)
+    has_answer = np.isfinite(drawn_lines.slope) & np.isfinite(drawn_laws.floor)
+    require_replicates("parabola", float(has_answer.mean()))
+    return PowerLawFit(
+        method="parabola",
+        compute=compute,
+        parameters=vertices,
+        loss=losses,
+        line=fit_log_line(compute, vertices[None]),
+        law=fit_saturating_law(compute, losses[None]),
+        drawn_lines=drawn_lines,
+        drawn_laws=drawn_laws,
+    )
+
+
+def power_law_through(
+    method: MethodName,
+    compute: Array,
+    parameters: Array,
+    loss: Array,
+    num_draws: int,
+    seed: int = 0,
+) -> PowerLawFit:
+    """Fits both laws through given points; replicates come from the scatter about the laws."""
+    law = fit_saturating_law(compute, loss[None])
+    fitted = law.at(compute)[0]
+    generator = np.random.default_rng(seed)
+    # Least squares leaves residuals too small by the parameters that it fitted.
+    residual = (loss - fitted) * np.sqrt(len(loss) / max(len(loss) - 3, 1))
+    drawn = fitted + generator.choice(residual, size=(num_draws, len(loss)))
+    return PowerLawFit(
+        method=method,
+        compute=compute,
+        parameters=parameters,
+        loss=loss,
+        line=fit_log_line(compute, parameters[None]),
+        law=law,
+        drawn_lines=draw_log_lines(compute, parameters, num_draws, seed),
+        drawn_laws=fit_saturating_law(compute, drawn),
+    )
+
+
+def require_points(method: str, num_points: int) -> None:
+    """Refuses a power law through fewer than three points."""
+    if num_points < _FEWEST_SIZES:
+        raise UsageError(
+            f"{method}: {num_points} budgets have a minimum, a power law needs {_FEWEST_SIZES}; "
+            "add budgets, or sizes below and above the lowest run"
+        )
+
+
+def parabola_vertex(parameters: Array, loss: Array, centre: float) -> tuple[float, float] | None:
+    """Returns N and loss at the vertex of the weighted parabola, if it opens upwards."""
+    coefficients = _coefficients(np.log(parameters / centre), loss, np.ones((1, len(loss))))
+    return _vertex(coefficients[0], centre)
+
+
+def _profile(
+    sweep: Sweep, compute: float, members: "np.ndarray[tuple[int], np.dtype[np.intp]]"
+) -> Profile:
+    sizes, losses = sweep.parameters[members], sweep.loss[members]
+    lowest = int(losses.argmin())
+    edge = {sizes[0]: "smallest", sizes[-1]: "largest"}.get(sizes[lowest])
+    coefficients = vertex = None
+    if edge is None:
+        offset = np.log(sizes / sizes[lowest])
+        coefficients = _coefficients(offset, losses, np.ones((1, len(members))))[0]
+        vertex = _vertex(coefficients, float(sizes[lowest]))
+    return Profile(
+        compute=compute,
+        members=members,
+        lowest=int(members[lowest]),
+        edge=edge,
+        coefficients=coefficients if vertex is not None else None,
+        vertex=vertex[0] if vertex is not None else None,
+        vertex_loss=vertex[1] if vertex is not None else None,
+    )
+
+
+def _vertex(coefficients: Array, centre: float) -> tuple[float, float] | None:
+    constant, slope, curvature = (float(value) for value in coefficients)
+    if not curvature > 0:
+        return None
+    offset = -slope / (2 * curvature)
+    return centre * float(np.exp(offset)), constant + slope * offset / 2
+
+
+def _drawn_vertices(sweep: Sweep, profile: Profile, counts: Array) -> tuple[Array, Array]:
+    sizes, losses = sweep.parameters[profile.members], sweep.loss[profile.members]
+    centre = sweep.parameters[profile.lowest]
+    offset = np.log(sizes / centre)
+    drawn = _coefficients(offset, losses, counts[:, profile.members])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        vertex = -drawn[:, 1] / (2 * drawn[:, 2])
+    # A replicate without a minimum among the sizes that were tried says nothing of it.
+    is_inside = (drawn[:, 2] > 0) & (vertex >= offset[0]) & (vertex <= offset[-1])
+    return (
+        np.where(is_inside, centre * np.exp(np.where(is_inside, vertex, 0.0)), np.nan),
+        np.where(is_inside, drawn[:, 0] + drawn[:, 1] * vertex / 2, np.nan),
+    )
+
+
+def _coefficients(offset: Array, losses: Array, counts: Array) -> Array:
+    """Fits parabolas, a row per replicate; too few distinct sizes give no numbers."""
+    weights = counts * np.exp(-0.5 * (offset / _REACH) ** 2)
+    powers = np.stack([np.ones_like(offset), offset, offset**2])
+    gram = np.einsum("rn,in,jn->rij", weights, powers, powers, optimize=True)
+    moments = np.einsum("rn,in->ri", weights * losses, powers)
+    is_determined = np.linalg.cond(gram) < 1e10
+    safe = np.where(is_determined[:, None, None], gram, np.eye(3))
+    solved = np.linalg.solve(safe, moments[..., None])[..., 0]
+    return np.asarray(np.where(is_determined[:, None], solved, np.nan))

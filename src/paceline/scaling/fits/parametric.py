@@ -1,0 +1,128 @@
+"""The parametric method: one surface through all runs at once, by variable projection.
+
+Every run counts, not only those near a minimum, and runs need not share budgets. Replicates are
+fitted in the same call; those that leave the allowed exponents are dropped and counted, since a
+sweep for which many do does not determine the surface.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.fits.bootstrap import require_replicates, widen
+from paceline.scaling.fits.prediction import MethodName
+from paceline.scaling.fits.variable_projection import ProjectionFit, fit_projection
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import (
+    FLOPS_PER_PARAMETER_AND_TOKEN,
+    Array,
+    LossSurface,
+    tokens_for,
+)
+
+NUM_COEFFICIENTS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SurfaceFit:
+    """A surface, its replicates, and how well it describes the runs."""
+
+    method: MethodName
+    surface: LossSurface
+    replicates: ProjectionFit
+    residuals: Array
+    """Of every run: log of the observed over the fitted loss."""
+
+    @property
+    def exponent(self) -> float:
+        """The power of C with which the best N grows."""
+        return self.surface.allocation_exponent
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the residuals: the noise of a run, as a share of its loss."""
+        freedom = max(len(self.residuals) - NUM_COEFFICIENTS, 1)
+        return float(np.sqrt((self.residuals**2).sum() / freedom))
+
+    @property
+    def failed_share(self) -> float:
+        """Share of the replicates that determine no surface."""
+        return float(1 - self.replicates.is_converged.mean())
+
+    def optimum(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the best N and the loss there, one per budget."""
+        return self.surface.optimal_parameters(compute), self.surface.optimal_loss(compute)
+
+    def draws(self, compute: Array) -> tuple[Array, Array]:
+        """Returns the same for every replicate, a row each."""
+        drawn = optima_of(self.replicates, compute)
+        num_runs = len(self.residuals)
+        parameters, loss = (
+            widen(value, draws, num_runs, NUM_COEFFICIENTS)
+            for value, draws in zip(self.optimum(compute), drawn, strict=True)
+        )
+        return parameters, loss
+
+
+def fit_parametric(sweep: Sweep, counts: Array) -> SurfaceFit:
+    """Fits the surface to a sweep, and to each row of counts of its runs."""
+    require_runs(sweep)
+    point = fit_projection(sweep.parameters, sweep.tokens, sweep.loss)
+    surface = surface_of(point, 0)
+    replicates = fit_projection(sweep.parameters, sweep.tokens, sweep.loss, counts)
+    require_replicates("parametric", float(replicates.is_converged.mean()))
+    return SurfaceFit(
+        method="parametric",
+        surface=surface,
+        replicates=replicates,
+        residuals=residuals_of(surface, sweep),
+    )
+
+
+def require_runs(sweep: Sweep) -> None:
+    """Refuses a sweep that cannot determine five coefficients."""
+    num_points = len(np.unique(np.stack([sweep.parameters, sweep.tokens]), axis=1).T)
+    if num_points <= NUM_COEFFICIENTS:
+        raise UsageError(
+            f"{num_points} distinct runs cannot determine the {NUM_COEFFICIENTS} coefficients of a "
+            "loss surface; add runs at other sizes and budgets"
+        )
+
+
+def surface_of(fit: ProjectionFit, row: int) -> LossSurface:
+    """Returns one replicate's surface; one that determines none is an error."""
+    if not fit.is_converged[row]:
+        raise UsageError(
+            "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall with "
+            "N and D as it should; look at the runs, or add sizes and budgets"
+        )
+    return LossSurface(
+        irreducible=float(fit.irreducible[row]),
+        parameter_scale=float(fit.parameter_scale[row]),
+        parameter_exponent=float(fit.parameter_exponent[row]),
+        token_scale=float(fit.token_scale[row]),
+        token_exponent=float(fit.token_exponent[row]),
+    )
+
+
+def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
+    """Returns the log of observed over predicted loss, for every run."""
+    return np.asarray(np.log(sweep.loss / surface.loss(sweep.parameters, sweep.tokens)))
+
+
+def optima_of(fit: ProjectionFit, compute: Array) -> tuple[Array, Array]:
+    """Returns the best N and its loss of every replicate that determines a surface."""
+    kept = fit.is_converged
+    alpha, beta = fit.parameter_exponent[kept, None], fit.token_exponent[kept, None]
+    scale_n, scale_d = fit.parameter_scale[kept, None], fit.token_scale[kept, None]
+    log_ratio = np.log(alpha * scale_n) - np.log(beta * scale_d)
+    parameters = np.exp(
+        (log_ratio + beta * np.log(compute / FLOPS_PER_PARAMETER_AND_TOKEN)) / (alpha + beta)
+    )
+    loss = (
+        fit.irreducible[kept, None]
+        + scale_n * parameters**-alpha
+        + scale_d * tokens_for(compute, parameters) ** -beta
+    )
+    return parameters, loss

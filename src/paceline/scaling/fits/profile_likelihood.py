@@ -1,0 +1,115 @@
+"""Profile intervals: how far the best N may move before the runs object.
+
+For a budget C, write the surface about its own optimum (N*, D*):
+L = E + K (x/alpha + y/beta) with x = (N/N*)^-alpha and y = (D/D*)^-beta. The condition that N* is
+best is then built in, so that N* can be held at any value while the other four are fitted anew.
+The interval holds the values whose sum of squares exceeds the least one by no more than an F test
+allows. It needs no replicates and no symmetry, and is the check on the bootstrap.
+"""
+
+import numpy as np
+
+from paceline.core.plan import Estimate
+from paceline.scaling.fits.parametric import NUM_COEFFICIENTS, SurfaceFit
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.surface import Array, tokens_for
+
+_NUM_POINTS = 81
+_MAX_STEPS = 80
+_WIDENINGS = 6
+_TINY = 1e-300
+_FINEST_REACH = 1e-9
+# A best N that may be off by a factor of 1600 either way is not known at all.
+_FARTHEST_REACH = float(np.log(1600.0))
+
+
+def profile_interval(sweep: Sweep, fit: SurfaceFit, compute: float, level: float) -> Estimate:
+    """Returns the best N for a budget, with its profile interval."""
+    from scipy.special import fdtri
+
+    best = float(fit.surface.optimal_parameters(compute))
+    freedom = len(sweep) - NUM_COEFFICIENTS
+    allowed = 1 + float(fdtri(1, freedom, level)) / freedom
+    # The bootstrap tells how far to look; only how far the interval goes is found here.
+    drawn = fit.draws(np.array([compute]))[0][:, 0]
+    reach = min(max(2 * float(np.log(drawn).std()), _FINEST_REACH), _FARTHEST_REACH)
+    for _ in range(_WIDENINGS):
+        logs = np.log(best) + np.linspace(-reach, reach, _NUM_POINTS)
+        squares = _profile_squares(sweep, fit, compute, np.exp(logs))
+        excess = squares / max(float(squares.min()), _TINY) - allowed
+        if (excess[0] > 0 and excess[-1] > 0) or reach == _FARTHEST_REACH:
+            break
+        reach = min(3 * reach, _FARTHEST_REACH)
+    inside = np.flatnonzero(excess <= 0)
+    low, high = (
+        _crossing(logs, excess, int(edge), side)
+        for edge, side in ((inside[0], -1), (inside[-1], 1))
+    )
+    return Estimate(value=best, low=min(low, best), high=max(high, best))
+
+
+def _crossing(logs: Array, excess: Array, edge: int, side: int) -> float:
+    """Returns where the excess passes zero beside a point inside; an open end is the last point."""
+    beyond = edge + side
+    if not 0 <= beyond < len(logs):
+        return float(np.exp(logs[edge]))
+    share = excess[edge] / (excess[edge] - excess[beyond])
+    return float(np.exp(logs[edge] + share * (logs[beyond] - logs[edge])))
+
+
+def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Array) -> Array:
+    """Returns the least sum of squared relative residuals for each value of the best N."""
+    log_n = np.log(sweep.parameters) - np.log(optima)[:, None]
+    log_d = np.log(sweep.tokens) - np.log(tokens_for(compute, optima))[:, None]
+    exponents = np.tile(
+        [fit.surface.parameter_exponent, fit.surface.token_exponent], (len(optima), 1)
+    )
+    linear, squares = _solve(exponents, log_n, log_d, sweep.loss)
+    damping = np.full(len(optima), 1e-3)
+    for _ in range(_MAX_STEPS):
+        candidate = np.clip(
+            exponents + _direction(exponents, linear, log_n, log_d, sweep.loss, damping), 0.02, 3.0
+        )
+        new_linear, new_squares = _solve(candidate, log_n, log_d, sweep.loss)
+        is_better = new_squares <= squares
+        step = np.abs(candidate - exponents).max(axis=1)
+        exponents = np.where(is_better[:, None], candidate, exponents)
+        linear = np.where(is_better[:, None], new_linear, linear)
+        squares = np.where(is_better, new_squares, squares)
+        damping = np.clip(np.where(is_better, damping / 5, damping * 10), 1e-15, 1e12)
+        if (step < 1e-9).all():
+            break
+    return squares
+
+
+def _basis(exponents: Array, log_n: Array, log_d: Array) -> tuple[Array, Array, Array]:
+    """Returns x/alpha + y/beta and its slopes along both exponents."""
+    alpha, beta = exponents[:, :1], exponents[:, 1:]
+    x, y = np.exp(-alpha * log_n) / alpha, np.exp(-beta * log_d) / beta
+    return x + y, -x * (log_n + 1 / alpha), -y * (log_d + 1 / beta)
+
+
+def _solve(exponents: Array, log_n: Array, log_d: Array, loss: Array) -> tuple[Array, Array]:
+    basis, _, _ = _basis(exponents, log_n, log_d)
+    design = np.stack([np.broadcast_to(1 / loss, basis.shape), basis / loss], axis=2)
+    gram = design.transpose(0, 2, 1) @ design
+    linear = np.linalg.solve(gram, design.sum(axis=1)[..., None])[..., 0]
+    residual = 1 - np.einsum("rni,ri->rn", design, linear)
+    return linear, (residual**2).sum(axis=1)
+
+
+def _direction(
+    exponents: Array, linear: Array, log_n: Array, log_d: Array, loss: Array, damping: Array
+) -> Array:
+    basis, by_alpha, by_beta = _basis(exponents, log_n, log_d)
+    design = np.stack([np.broadcast_to(1 / loss, basis.shape), basis / loss], axis=2)
+    slopes = np.stack([by_alpha, by_beta], axis=2) * (linear[:, 1:2] / loss)[..., None]
+    residual = 1 - np.einsum("rni,ri->rn", design, linear)
+    transposed = design.transpose(0, 2, 1)
+    explained = np.linalg.solve(transposed @ design, transposed @ slopes)
+    free = slopes - design @ explained
+    curvature = free.transpose(0, 2, 1) @ free
+    gradient = np.einsum("rnj,rn->rj", free, residual)
+    diagonal = np.einsum("rjj->rj", curvature)
+    damped = curvature + (damping[:, None] * diagonal + _TINY)[:, :, None] * np.eye(2)
+    return np.asarray(np.linalg.solve(damped, gradient[..., None])[..., 0])

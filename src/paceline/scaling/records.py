@@ -1,0 +1,103 @@
+"""Decisions and purchases as records: one per method and budget, one per run."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from paceline.core.plan import Estimate
+from paceline.records import Metric, Record, capture_environment
+from paceline.scaling.allocation.decide import Decision
+from paceline.scaling.checks.claims import AllocationCost
+from paceline.scaling.checks.findings import Finding
+from paceline.scaling.experiments.design import Belief
+from paceline.scaling.experiments.service import RunRequest
+from paceline.scaling.surface import tokens_for
+
+NORMAL_90 = 1.645
+"""Deviations on each side that hold 90% of a normal distribution."""
+
+
+def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding]) -> list[Record]:
+    """Returns a record per method and budget, each with what the diagnosis found."""
+    environment = capture_environment()
+    warnings = tuple(str(finding) for finding in findings)
+    return [
+        Record(
+            kind="scaling",
+            case={"method": answer.method, "compute_budget": answer.compute},
+            environment=environment,
+            metrics={
+                "parameters": Metric.from_estimate(answer.parameters),
+                "tokens": Metric.from_estimate(answer.tokens),
+                "loss": Metric.from_estimate(answer.loss),
+            },
+            outcome="ok",
+            warnings=warnings,
+        )
+        for decision in decisions
+        for answer in decision.answers
+    ]
+
+
+def design_record(belief: Belief, target: float) -> Record:
+    """Returns what is known of the best model of a target after a design's runs."""
+    size = float(belief.surface.optimal_parameters(target))
+    factor = math.exp(NORMAL_90 * belief.log_size_deviation(target))
+    parameters = Estimate(value=size, low=size / factor, high=size * factor)
+    tokens = tokens_for(target, [size, size * factor, size / factor]).tolist()
+    return Record(
+        kind="scaling",
+        case={"method": "design", "compute_budget": target},
+        environment=capture_environment(),
+        metrics={
+            "parameters": Metric.from_estimate(parameters),
+            "tokens": Metric(value=tokens[0], low=tokens[1], high=tokens[2]),
+            "loss": Metric(value=float(belief.surface.optimal_loss(target))),
+        },
+        outcome="ok",
+    )
+
+
+def run_record(request: RunRequest, loss: float | None) -> Record:
+    """Returns the record of a run that is proposed, or of one that was bought for its loss."""
+    metrics = {
+        "parameters": Metric(value=request.parameters),
+        "tokens": Metric(value=request.tokens),
+    }
+    if loss is not None:
+        metrics["final_loss"] = Metric(value=loss)
+    return Record(
+        kind="scaling_run",
+        case={
+            "d_model": request.d_model,
+            "num_layers": request.num_layers,
+            "num_heads": request.num_heads,
+            "batch_size": request.batch_size,
+            "learning_rate": request.learning_rate,
+            "compute_budget": request.train_flops,
+            "parameters": request.parameters,
+        },
+        environment=capture_environment(),
+        metrics=metrics,
+        outcome="ok",
+    )
+
+
+def claim_record(
+    budget: float,
+    parameters: float | None,
+    tokens: float | None,
+    cost: AllocationCost | None,
+    findings: Sequence[Finding],
+) -> Record:
+    """Returns the record of a claim that was held against runs; what is wrong is its warnings."""
+    metrics = {} if cost is None else dataclasses.asdict(cost)
+    metrics |= {"parameters": parameters, "tokens": tokens}
+    return Record(
+        kind="scaling",
+        case={"method": "claim", "compute_budget": budget},
+        environment=capture_environment(),
+        metrics={name: Metric(value=value) for name, value in metrics.items() if value is not None},
+        outcome="ok",
+        warnings=tuple(f"{finding.name}: {finding.message}" for finding in findings),
+    )

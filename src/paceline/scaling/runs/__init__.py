@@ -1,0 +1,1 @@
+"""Runs of a sweep, and how they are read."""

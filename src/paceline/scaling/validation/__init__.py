@@ -1,0 +1,1 @@
+"""Synthetic sweeps with a known answer, and how often intervals hold it."""

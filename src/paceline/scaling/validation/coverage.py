@@ -1,0 +1,150 @@
+"""Studies that judge the methods by truths that are known: coverage, bias, and warnings.
+
+A 90% interval is right if it holds the truth in nine sweeps of ten; a diagnosis is right if it
+speaks up where the runs are not what the method assumes and keeps quiet where they are.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.scaling.checks.diagnose import diagnose
+from paceline.scaling.experiments.campaign import run_campaign, uniform_campaign
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.fits.bootstrap import draw_counts
+from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
+from paceline.scaling.fits.parametric import fit_parametric
+from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
+from paceline.scaling.surface import EPOCH, Array, LossSurface, tokens_for
+from paceline.scaling.validation.fake_service import StandIn, random_truth
+from paceline.scaling.validation.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
+
+_DIAGNOSIS_DRAWS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How one method did over many noisy sweeps, at 100 times their largest budget."""
+
+    method: str
+    covered: float
+    """Share of the sweeps whose interval of N holds the truth."""
+    covered_loss: float
+    """The same for the loss."""
+    bias: float
+    """Median of the estimated N over the true one, less one."""
+    deviation: float
+    """Standard deviation of the log of the estimated N."""
+    width: float
+    """Median of the interval's upper end over its lower one."""
+
+
+def coverage_study(
+    *,
+    num_sweeps: int,
+    num_draws: int,
+    noise: float,
+    surface: LossSurface = EPOCH,
+    design: SweepDesign | None = None,
+    level: float = DEFAULT_LEVEL,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> list[Coverage]:
+    """Fits noisy sweeps of a known surface and counts how often the truth is covered."""
+    design = design or SweepDesign()
+    target = np.array([100 * max(design.budgets)])
+    truth = float(surface.optimal_parameters(target)[0])
+    least_loss = float(surface.optimal_loss(target)[0])
+    seen: dict[str, list[tuple[float, ...]]] = {}
+    for seed in range(num_sweeps):
+        sweep = synthetic_sweep(surface, design, noise=noise, seed=seed)
+        counts = draw_counts(sweep, num_draws, seed)
+        methods: tuple[MethodFit, ...] = (
+            fit_parametric(sweep, counts),
+            fit_parabola(sweep, counts),
+            fit_lowest_run(sweep, num_draws, seed),
+        )
+        for method in methods:
+            answer = predict(method, target, level)
+            size, loss = answer.parameters, answer.loss
+            seen.setdefault(method.method, []).append(
+                (
+                    float(size.low[0] <= truth <= size.high[0]),
+                    float(loss.low[0] <= least_loss <= loss.high[0]),
+                    float(size.value[0] / truth),
+                    float(size.high[0] / size.low[0]),
+                )
+            )
+        on_progress(seed + 1)
+    return [_coverage(method, np.array(rows)) for method, rows in seen.items()]
+
+
+def warning_study(
+    *, num_sweeps: int, noise: float, departure: Departure, surface: LossSurface = EPOCH
+) -> tuple[float, float]:
+    """Returns how often the diagnosis says that sweeps lie on no surface, and the bias of N.
+
+    The bias is that of the parametric method at 100 times the largest budget, against the best
+    model of runs whose learning rate and warm-up are as they should be.
+    """
+    target = 100 * max(SweepDesign().budgets)
+    sizes = float(surface.optimal_parameters(target)) * np.geomspace(1e-2, 1e2, 20_001)
+    proper = Departure(drift=departure.drift)
+    truth = sizes[true_loss(surface, sizes, tokens_for(target, sizes), proper).argmin()]
+    num_warned, ratios = 0, []
+    for seed in range(num_sweeps):
+        sweep = synthetic_sweep(surface, noise=noise, departure=departure, seed=seed)
+        fitted = fit_parametric(sweep, draw_counts(sweep, _DIAGNOSIS_DRAWS, seed))
+        found = ScalingFit(sweep=sweep, profiles=(), methods=(fitted,), left_out=())
+        findings = diagnose(found, [1e22])
+        num_warned += any(finding.name == "misspecified_surface" for finding in findings)
+        ratios.append(float(fitted.surface.optimal_parameters(target)) / truth)
+    return num_warned / num_sweeps, float(np.median(ratios)) - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DesignError:
+    """How far campaigns missed the best N of their target, over random surfaces."""
+
+    within_tenth: float
+    """Share that missed by less than 10%."""
+    root_mean_square: float
+    """Of the log of the predicted over the true N."""
+    largest: float
+
+
+def design_study(
+    *, num_surfaces: int, noise: float, total_flops: float = 2e18, target: float = 1e19
+) -> dict[str, DesignError]:
+    """Buys runs of random surfaces by design and on an even grid of the same cost."""
+    errors: dict[str, list[float]] = {"design": [], "uniform": []}
+    for seed in range(num_surfaces):
+        truth = random_truth(seed, noise)
+        best = float(truth.surface.optimal_parameters(target))
+        campaigns = {
+            "design": run_campaign(StandIn(truth, total_flops), total_flops, target),
+            "uniform": uniform_campaign(StandIn(truth, total_flops), total_flops, target),
+        }
+        for name, campaign in campaigns.items():
+            found = float(campaign.belief.surface.optimal_parameters(target))
+            errors[name].append(float(np.log(found / best)))
+    return {name: _design_error(np.abs(values)) for name, values in errors.items()}
+
+
+def _design_error(sizes: Array) -> DesignError:
+    return DesignError(
+        within_tenth=float((sizes < np.log(1.1)).mean()),
+        root_mean_square=float(np.sqrt((sizes**2).mean())),
+        largest=float(sizes.max()),
+    )
+
+
+def _coverage(method: str, rows: Array) -> Coverage:
+    return Coverage(
+        method=method,
+        covered=float(rows[:, 0].mean()),
+        covered_loss=float(rows[:, 1].mean()),
+        bias=float(np.median(rows[:, 2])) - 1,
+        deviation=float(np.log(rows[:, 2]).std()),
+        width=float(np.median(rows[:, 3])),
+    )

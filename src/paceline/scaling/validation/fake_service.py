@@ -1,0 +1,150 @@
+"""A stand-in of the courses' training service, with a truth that is known.
+
+It sells noisy losses of a surface, made worse by a learning rate off its optimum, within a total
+of FLOPs. Its noise is a function of the request, so that asking twice tells nothing new, as with
+the real one. `serve` puts it on loopback, where tests and examples ask it over HTTP.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import http.server
+import json
+import math
+import threading
+import urllib.parse
+from collections.abc import Iterator
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.experiments.service import Reply, RunRequest, ServiceError
+from paceline.scaling.surface import LossSurface
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenTruth:
+    """What the service knows and its customers want to."""
+
+    surface: LossSurface
+    noise: float = 0.003
+    best_rate_at_million: float = 8e-4
+    """Learning rate that is best for a million parameters."""
+    rate_exponent: float = -0.15
+    """Power of the parameters with which it falls."""
+    rate_penalty: float = 0.02
+    """Share of the loss that a learning rate off by an e-fold adds, quadratically."""
+
+    def best_learning_rate(self, parameters: float) -> float:
+        """Returns the learning rate of least loss."""
+        return float(self.best_rate_at_million * (parameters / 1e6) ** self.rate_exponent)
+
+    def loss(self, request: RunRequest) -> float:
+        """Returns the loss of a run, the same every time."""
+        clean = float(self.surface.loss(request.parameters, request.tokens))
+        off = math.log(request.learning_rate / self.best_learning_rate(request.parameters))
+        text = repr((dataclasses.astuple(request), dataclasses.astuple(self.surface)))
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+        luck = np.random.default_rng(seed).standard_normal()
+        return clean * (1 + self.rate_penalty * off**2) * math.exp(self.noise * luck)
+
+
+def random_truth(seed: int, noise: float = 0.003) -> HiddenTruth:
+    """Draws a surface like published ones, and a law of learning rates."""
+    generator = np.random.default_rng(seed)
+    alpha, beta = generator.uniform(0.28, 0.40, size=2)
+    # The two reducible terms at 10^8 parameters and 2·10^9 tokens, instead of A and B.
+    by_parameters, by_tokens = generator.uniform(0.5, 1.1, size=2)
+    return HiddenTruth(
+        surface=LossSurface(
+            irreducible=float(generator.uniform(1.5, 2.5)),
+            parameter_scale=float(by_parameters * 1e8**alpha),
+            parameter_exponent=float(alpha),
+            token_scale=float(by_tokens * 2e9**beta),
+            token_exponent=float(beta),
+        ),
+        noise=noise,
+        best_rate_at_million=float(generator.uniform(6e-4, 1e-3)),
+        rate_exponent=float(generator.uniform(-0.25, -0.1)),
+    )
+
+
+class StandIn:
+    """An oracle in this process, with a total budget like the service's."""
+
+    def __init__(self, truth: HiddenTruth, total_flops: float = 2e18) -> None:
+        self.truth = truth
+        self.total_flops = total_flops
+        self.flops_used = 0.0
+        self._sold: dict[RunRequest, float] = {}
+        self._lock = threading.Lock()
+
+    def query(self, request: RunRequest) -> Reply:
+        """Sells a run, or repeats one for nothing."""
+        with self._lock:
+            if request not in self._sold:
+                if self.flops_used + request.train_flops > self.total_flops * (1 + 1e-9):
+                    raise ServiceError(
+                        f"{request.train_flops:g} FLOPs more than {self.flops_used:g} exceed the "
+                        f"total of {self.total_flops:g}"
+                    )
+                self.flops_used += request.train_flops
+                self._sold[request] = self.truth.loss(request)
+            return Reply(loss=self._sold[request], total_flops_used=self.flops_used)
+
+
+@contextlib.contextmanager
+def serve(stand_in: StandIn) -> Iterator[str]:
+    """Answers GET /loss on a free port of loopback while it is open; yields the address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            parts = urllib.parse.urlsplit(self.path)
+            if parts.path != "/loss":
+                self._answer(404, {"detail": "only /loss is served"})
+                return
+            try:
+                reply = stand_in.query(_request(dict(urllib.parse.parse_qsl(parts.query))))
+            except UsageError as error:
+                self._answer(422, {"detail": str(error)})
+            except ServiceError as error:
+                self._answer(403, {"detail": str(error)})
+            else:
+                self._answer(200, dataclasses.asdict(reply))
+
+        def _answer(self, status: int, content: dict[str, object]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keeps quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _request(fields: dict[str, str]) -> RunRequest:
+    try:
+        return RunRequest(
+            d_model=int(fields["d_model"]),
+            num_layers=int(fields["num_layers"]),
+            num_heads=int(fields["num_heads"]),
+            batch_size=int(fields["batch_size"]),
+            learning_rate=float(fields["learning_rate"]),
+            train_flops=float(fields["train_flops"]),
+        )
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is missing") from error
+    except ValueError as error:
+        raise UsageError(f"not a number: {error}") from error

@@ -1,0 +1,110 @@
+"""Sweeps drawn from a known surface: the truth that methods are judged by.
+
+Noise multiplies the loss, as seeds do. Three departures from the surface stand for what goes wrong
+in real sweeps: an optimum that drifts with compute (the surface is no longer a sum of two terms),
+a learning rate that was tuned at one size only, and a warm-up that is the same for short and long
+runs (Porian et al. 2024, arXiv 2406.19146, found the last two behind Kaplan's exponent).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.runs.sweep import Curve, Sweep
+from paceline.scaling.surface import Array, LossSurface, compute_for, tokens_for
+
+COURSE_BUDGETS = (6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21)
+_DRIFTS_FROM = COURSE_BUDGETS[0]
+_TUNED_AT = 1e8
+_NUM_CURVE_POINTS = 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Departure:
+    """How runs depart from the surface that they are drawn from; zero is not at all."""
+
+    drift: float = 0.0
+    """Power of the budget, from 6e18 FLOPs on, by which a model counts as larger than it is."""
+    untuned_learning_rate: float = 0.0
+    """Share of the loss that is added per squared e-fold of N from the 1e8 that it was tuned at."""
+    fixed_warmup_tokens: float = 0.0
+    """Tokens of each run that teach nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepDesign:
+    """Which runs are made: for every budget, sizes about the optimum."""
+
+    budgets: tuple[float, ...] = COURSE_BUDGETS
+    """In FLOPs."""
+    num_sizes: int = 8
+    """Models per budget."""
+    reach: float = 5.0
+    """A budget's models lie between the optimum divided by this and multiplied by it."""
+    offset: float = 1.0
+    """Factor between the sizes' centre and the true optimum, which nobody knows beforehand."""
+    drift: float = 0.0
+    """Power of the budget with which that factor grows, from 1 in the middle of the budgets."""
+
+    def __post_init__(self) -> None:
+        if self.num_sizes < 1 or self.reach < 1 or self.offset <= 0:
+            raise UsageError("SweepDesign needs at least one size, a reach of 1 and an offset")
+
+
+def design_runs(surface: LossSurface, design: SweepDesign) -> tuple[Array, Array]:
+    """Returns parameters and compute of a design's runs."""
+    budgets = np.asarray(design.budgets, dtype=np.float64)
+    factors = np.geomspace(1 / design.reach, design.reach, design.num_sizes)
+    middle = np.exp(np.log(budgets).mean())
+    centres = (
+        surface.optimal_parameters(budgets) * design.offset * (budgets / middle) ** design.drift
+    )
+    parameters = np.outer(centres, factors)
+    return parameters.ravel(), np.repeat(budgets, design.num_sizes)
+
+
+def true_loss(
+    surface: LossSurface, parameters: Array, tokens: Array, departure: Departure | None = None
+) -> Array:
+    """Returns the loss without noise."""
+    if departure is None:
+        return surface.loss(parameters, tokens)
+    effective = parameters * (compute_for(parameters, tokens) / _DRIFTS_FROM) ** departure.drift
+    useful = np.maximum(tokens - departure.fixed_warmup_tokens, 0.01 * tokens)
+    detuned = departure.untuned_learning_rate * np.log(parameters / _TUNED_AT) ** 2
+    return np.asarray(surface.loss(effective, useful) * (1 + detuned))
+
+
+def synthetic_sweep(
+    surface: LossSurface,
+    design: SweepDesign | None = None,
+    *,
+    noise: float = 0.0,
+    departure: Departure | None = None,
+    with_curves: bool = False,
+    seed: int = 0,
+) -> Sweep:
+    """Makes a sweep whose truth is known.
+
+    Args:
+        surface: The truth.
+        design: Which runs are made.
+        noise: Relative deviation of a run's loss.
+        departure: How the runs differ from the surface, if they do.
+        with_curves: Whether runs have training curves.
+        seed: Of the noise.
+    """
+    parameters, compute = design_runs(surface, design or SweepDesign())
+    tokens = tokens_for(compute, parameters)
+    generator = np.random.default_rng(seed)
+    factor = np.exp(noise * generator.standard_normal(len(parameters)))
+    loss = true_loss(surface, parameters, tokens, departure) * factor
+    curves: tuple[Curve, ...] = ()
+    if with_curves:
+        shares = np.geomspace(0.01, 1.0, _NUM_CURVE_POINTS)
+        curves = tuple(
+            Curve(tokens=total * shares, loss=surface.loss(size, total * shares) * own)
+            for size, total, own in zip(parameters, tokens, factor, strict=True)
+        )
+    return Sweep(parameters=parameters, tokens=tokens, loss=loss, compute=compute, curves=curves)

@@ -1,0 +1,1 @@
+"""Recording ranks on clocks that agree."""

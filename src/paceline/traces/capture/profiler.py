@@ -1,0 +1,125 @@
+"""One trace of several ranks: each records its own, on clocks that agree.
+
+Phases: the ranks that record compare their clocks with the first rank's; each records with torch's
+profiler and writes a file; all meet, and the first rank merges the files into one trace that
+Perfetto and Chrome open, with a process for each rank and a lane for each thread and stream.
+"""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.traces.capture.clock_alignment import clock_offset_ns
+from paceline.traces.capture.merge import TracePart, merge_traces
+from paceline.traces.events.reader import TraceError
+
+MAX_RANKS = 16
+"""More lanes than this nobody looks at: the first ranks stand for all."""
+
+_SNAPSHOT_ENTRIES = 1_000_000
+
+
+@contextlib.contextmanager
+def record_trace(path: pathlib.Path, device: torch.device) -> Iterator[None]:
+    """Records what this process does, with the shapes of inputs, and writes a Chrome trace."""
+    with profiling(path, device, shapes=True):
+        yield
+
+
+@contextlib.contextmanager
+def record_memory(
+    path: pathlib.Path, device: torch.device, snapshot: pathlib.Path
+) -> Iterator[None]:
+    """Records every allocation and the Python lines that are open then.
+
+    On a GPU, the allocator's own history is written to `snapshot`, for torch's viewer.
+    """
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+    try:
+        with profiling(path, device, memory=True, stacks=True):
+            yield
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+    finally:
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextlib.contextmanager
+def profiling(
+    path: pathlib.Path,
+    device: torch.device,
+    *,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[None]:
+    """Records with torch's profiler, and writes a Chrome trace in the end.
+
+    Args:
+        path: The trace.
+        device: Whose events are recorded besides the host's.
+        shapes: Whether to record the shapes of operators' inputs.
+        memory: Whether to record allocations.
+        stacks: Whether to record Python functions, which makes a step several times slower.
+    """
+    # The profiler announces its start and stop on stderr unless told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(
+        activities=activities,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        acc_events=True,
+    ) as profiler:
+        yield
+    try:
+        profiler.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        raise TraceError(f"the trace could not be written to {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
+    """Records all ranks of the default group into one trace; every rank calls it.
+
+    Args:
+        path: The merged trace, in a directory that all ranks see.
+        device: This rank's.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    recording = min(world_size, MAX_RANKS)
+    offset_ns = clock_offset_ns(recording, device)
+    part = _part_path(path, rank)
+    with record_trace(part, device) if rank < recording else contextlib.nullcontext():
+        yield
+    offsets: list[int] = [0] * world_size
+    dist.all_gather_object(offsets, offset_ns)
+    if rank == 0:
+        parts = [
+            TracePart(path=_part_path(path, index), rank=index, offset_ns=offsets[index])
+            for index in range(recording)
+        ]
+        missing = [str(part.path) for part in parts if not part.path.exists()]
+        if missing:
+            raise TraceError(
+                f"not seen from the first rank: {', '.join(missing)}; write to a directory that "
+                "all hosts share"
+            )
+        merge_traces(parts, path)
+        for part_of_rank in parts:
+            part_of_rank.path.unlink()
+    dist.barrier()
+
+
+def _part_path(path: pathlib.Path, rank: int) -> pathlib.Path:
+    return path.with_name(f".{path.name}.rank{rank}")

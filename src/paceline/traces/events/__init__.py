@@ -1,0 +1,1 @@
+"""Reading traces of any size into columns."""

@@ -1,0 +1,180 @@
+"""Numbers for the names in a trace: what each event is, which thread it ran on, and whose that was.
+
+torch writes operators (``cpu_op``), kernels and copies of a GPU, and annotations. gloo's
+collectives are annotations on a thread of their own; nccl's are kernels, and what the host calls by
+the same name only starts them.
+"""
+
+import enum
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ranges import step_label
+from paceline.traces.events.op_classes import Work, matmul_flops, work_of
+from paceline.traces.events.reader import Event, TraceError
+
+EVENT = np.dtype([("start", "i8"), ("end", "i8"), ("key", "u4"), ("thread", "u4")])
+"""An event of a trace: nanoseconds, and numbers from the catalog."""
+
+EventTable = npt.NDArray[np.void]
+
+_MAX_NAMES = 2**17
+_MAX_THREADS = 2**16
+_MAX_RANKS = 2**10
+_MAX_MOMENT_US = 2.0**50
+PROFILER_STEP = "ProfilerStep"
+"""How the names of the profiler's own steps begin."""
+
+_RANK_NAME = re.compile(rb'"rank (\d{1,9})"')
+_IGNORED = -1
+
+
+class Role(enum.IntEnum):
+    """What an event stands for on the time line."""
+
+    HOST_WORK = 0
+    DEVICE_WORK = 1
+    HOST_COMMUNICATION = 2
+    DEVICE_COMMUNICATION = 3
+    HOST_RANGE = 4
+    DEVICE_RANGE = 5
+
+
+class Key(NamedTuple):
+    """What events of one name, with inputs of the same shapes, have in common."""
+
+    role: Role
+    name: str
+    work: Work
+    flops: int
+
+
+class Catalog:
+    """What the events of one trace are called.
+
+    Args:
+        path: Of the trace, for messages.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self.keys: list[Key] = []
+        self._roles = np.empty(0, dtype=np.int64)
+        self._numbers: dict[tuple[str, str, bytes], int] = {}
+        self._threads: dict[tuple[int | str, int | str], int] = {}
+        self._rank_of_process: dict[int | str, int] = {}
+        self._steps: dict[int, str] = {}
+        self._profiler_steps: dict[int, str] = {}
+
+    def number(self, events: Sequence[Event]) -> EventTable:
+        """Returns the events that matter, as numbers."""
+        keys: list[int] = []
+        threads: list[int] = []
+        begins: list[float] = []
+        durations: list[float] = []
+        numbers, known_threads = self._numbers, self._threads
+        for event in events:
+            if event.ph != "X":
+                if event.ph == "M":
+                    self._learn_rank(event)
+                continue
+            identity = (
+                event.cat,
+                event.name,
+                b"" if event.args is None else bytes(event.args.input_dims),
+            )
+            key = numbers.get(identity)
+            if key is None:
+                key = self._add_name(identity)
+            if key == _IGNORED:
+                continue
+            thread = known_threads.get((event.pid, event.tid))
+            if thread is None:
+                thread = self._add_thread(event)
+            keys.append(key)
+            threads.append(thread)
+            begins.append(event.ts)
+            durations.append(event.dur)
+        table = np.empty(len(keys), dtype=EVENT)
+        table["key"], table["thread"] = keys, threads
+        begin, duration = np.array(begins), np.array(durations)
+        is_wrong = (np.abs(begin) > _MAX_MOMENT_US) | (duration < 0) | (duration > _MAX_MOMENT_US)
+        if is_wrong.any():
+            wrong = int(np.argmax(is_wrong))
+            raise TraceError(
+                f"{self._path}: event {self.keys[keys[wrong]].name[:80]!r} begins at "
+                f"{begins[wrong]} us and takes {durations[wrong]} us, which cannot be"
+            )
+        table["start"] = np.rint(begin * 1e3)
+        table["end"] = table["start"] + np.rint(duration * 1e3).astype(np.int64)
+        return table
+
+    def step_labels(self) -> dict[int, str]:
+        """Returns the labels of the ranges that are steps: Paceline's, or else the profiler's."""
+        return self._steps or self._profiler_steps
+
+    def rank_of_thread(self) -> npt.NDArray[np.int64]:
+        """Returns each thread's rank; without the names of a merged trace, all are rank 0."""
+        return np.array(
+            [self._rank_of_process.get(process, 0) for process, _ in self._threads], dtype=np.int64
+        )
+
+    def roles(self) -> npt.NDArray[np.int64]:
+        """Returns what each name stands for."""
+        if self._roles.size != len(self.keys):
+            self._roles = np.array([key.role for key in self.keys], dtype=np.int64)
+        return self._roles
+
+    def _add_name(self, identity: tuple[str, str, bytes]) -> int:
+        category, name, input_dims = identity
+        role = _role_of(category, name)
+        if role is None:
+            number = _IGNORED
+        elif len(self.keys) >= _MAX_NAMES:
+            raise TraceError(
+                f"{self._path}: more than {_MAX_NAMES} different names and shapes of inputs"
+            )
+        else:
+            number = len(self.keys)
+            self.keys.append(Key(role, name, work_of(name), matmul_flops(name, input_dims)))
+            if role == Role.HOST_RANGE and (label := step_label(name)) is not None:
+                self._steps[number] = label
+            elif role == Role.HOST_RANGE and name.startswith(PROFILER_STEP):
+                self._profiler_steps[number] = ""
+        if number != _IGNORED or len(self._numbers) < 2 * _MAX_NAMES:
+            self._numbers[identity] = number
+        return number
+
+    def _add_thread(self, event: Event) -> int:
+        if len(self._threads) >= _MAX_THREADS:
+            raise TraceError(f"{self._path}: more than {_MAX_THREADS} threads")
+        return self._threads.setdefault((event.pid, event.tid), len(self._threads))
+
+    def _learn_rank(self, event: Event) -> None:
+        if event.name == "process_name" and event.args is not None:
+            match = _RANK_NAME.fullmatch(bytes(event.args.name))
+            if match:
+                self._rank_of_process[event.pid] = int(match[1])
+            if len(self._rank_of_process) > _MAX_RANKS:
+                raise TraceError(f"{self._path}: more than {_MAX_RANKS} ranks")
+
+
+def _role_of(category: str, name: str) -> Role | None:
+    if category == "cpu_op":
+        # What the host does to start a collective is no work of the model.
+        return None if work_of(name) == Work.COMMUNICATION else Role.HOST_WORK
+    if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+        is_communication = work_of(name) == Work.COMMUNICATION
+        return Role.DEVICE_COMMUNICATION if is_communication else Role.DEVICE_WORK
+    if category == "user_annotation":
+        if name.startswith("gloo:"):
+            return Role.HOST_COMMUNICATION
+        return None if work_of(name) == Work.COMMUNICATION else Role.HOST_RANGE
+    if category == "gpu_user_annotation":
+        return None if work_of(name) == Work.COMMUNICATION else Role.DEVICE_RANGE
+    return None

@@ -1,0 +1,1 @@
+"""Allocations over time, by category and line of code."""

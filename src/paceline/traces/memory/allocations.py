@@ -1,0 +1,158 @@
+"""Every allocation of a stretch of a program, with the line of code that it comes from.
+
+torch's profiler reports each allocation and release as an instant on the thread where it happens,
+beside the Python functions and operators that are open then. The place of an allocation is the
+innermost Python line outside of torch. Backward runs no Python: there the place is the line whose
+operator in forward has the same sequence number, with the name of the backward operator.
+
+What was allocated before is not seen; the caller knows it, and must not release any of it inside.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from paceline.traces.events.reader import AnyEvent, TraceReader
+
+_MEMORY = "[memory]"
+_BACKWARD_PREFIX = "autograd::engine::evaluate_function: "
+_SEQUENCE = "Sequence number"
+_OUTSIDE = re.compile(r"^(torch/|<built-in|contextlib\.py|nn\.Module: |\.\.\.)|/(torch|contextlib)")
+_CPU_DEVICE_TYPE = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One piece of memory; microseconds of the trace."""
+
+    address: int
+    num_bytes: int
+    start: float
+    end: float | None
+    """None if it was still there in the end."""
+    place: str
+    operator: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocationTrace:
+    """What was allocated, and when which range was."""
+
+    allocations: list[Allocation]
+    ranges: dict[str, tuple[float, float]]
+    """From the first start to the last end of each name."""
+
+
+def read_allocations(path: pathlib.Path, *, on_device: bool) -> AllocationTrace:
+    """Reads the allocations of a trace that was recorded with memory and stacks."""
+    spans: dict[Any, list[AnyEvent]] = {}
+    instants: list[AnyEvent] = []
+    ranges: dict[str, tuple[float, float]] = {}
+    for events in TraceReader(path, AnyEvent):
+        for event in events:
+            if event.get("name") == _MEMORY:
+                if (event["args"]["Device Type"] != _CPU_DEVICE_TYPE) == on_device:
+                    instants.append(event)
+            elif event.get("cat") in ("cpu_op", "python_function"):
+                spans.setdefault(event["tid"], []).append(event)
+            elif event.get("cat") == "user_annotation":
+                start, end = event["ts"], event["ts"] + event["dur"]
+                first, last = ranges.get(event["name"], (start, end))
+                ranges[event["name"]] = (min(first, start), max(last, end))
+    instants.sort(key=lambda event: event["ts"])
+    return AllocationTrace(allocations=list(_pair(_placed(instants, spans))), ranges=ranges)
+
+
+def _placed(
+    instants: Iterable[AnyEvent], spans: dict[Any, list[AnyEvent]]
+) -> Iterator[tuple[AnyEvent, str, str]]:
+    """Yields each instant with its place and operator."""
+    by_thread: dict[Any, list[AnyEvent]] = {}
+    for event in instants:
+        by_thread.setdefault(event["tid"], []).append(event)
+    forward_places: dict[int, str] = {}
+    placed: list[tuple[float, int, tuple[AnyEvent, str, str]]] = []
+    for thread, on_thread in by_thread.items():
+        stacks = _Stacks(spans.get(thread, []), forward_places)
+        for event in on_thread:
+            place, operator = stacks.at(event["ts"])
+            placed.append((event["ts"], len(placed), (event, place, operator)))
+    for _, _, item in sorted(placed, key=lambda entry: entry[:2]):
+        yield item
+
+
+class _Stacks:
+    """What is open on one thread, moment after moment.
+
+    Args:
+        spans: The thread's functions and operators.
+        forward_places: Lines by sequence number; added to and read.
+    """
+
+    def __init__(self, spans: list[AnyEvent], forward_places: dict[int, str]) -> None:
+        self._spans = sorted(spans, key=lambda event: (event["ts"], -event["dur"]))
+        self._next = 0
+        self._open: list[AnyEvent] = []
+        self._forward_places = forward_places
+
+    def at(self, moment: float) -> tuple[str, str]:
+        """Returns place and operator at a moment; moments must not go back."""
+        while self._next < len(self._spans) and self._spans[self._next]["ts"] <= moment:
+            span = self._spans[self._next]
+            self._close_before(span["ts"])
+            self._open.append(span)
+            self._next += 1
+            self._learn_forward(span)
+        self._close_before(moment)
+        operator = next((s["name"] for s in reversed(self._open) if s["cat"] == "cpu_op"), "")
+        for span in self._open:
+            if span["name"].startswith(_BACKWARD_PREFIX):
+                sequence = span.get("args", {}).get(_SEQUENCE)
+                name = span["name"].removeprefix(_BACKWARD_PREFIX)
+                line = self._forward_places.get(sequence)
+                return (f"{name} of {line}" if line else name), operator
+        return self._line(), operator
+
+    def _close_before(self, moment: float) -> None:
+        while self._open and self._open[-1]["ts"] + self._open[-1]["dur"] < moment:
+            self._open.pop()
+
+    def _learn_forward(self, span: AnyEvent) -> None:
+        sequence = span.get("args", {}).get(_SEQUENCE)
+        if sequence is None or span["cat"] != "cpu_op":
+            return
+        if not any(other["name"].startswith(_BACKWARD_PREFIX) for other in self._open):
+            self._forward_places.setdefault(sequence, self._line())
+
+    def _line(self) -> str:
+        """Returns the innermost Python line outside of torch."""
+        for span in reversed(self._open):
+            if span["cat"] == "python_function" and not _OUTSIDE.search(span["name"]):
+                return str(span["name"])
+        return ""
+
+
+def _pair(placed: Iterable[tuple[AnyEvent, str, str]]) -> Iterator[Allocation]:
+    """Joins each allocation with its release."""
+    live: dict[int, tuple[AnyEvent, str, str]] = {}
+    for event, place, operator in placed:
+        address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+        if num_bytes > 0:
+            live[address] = (event, place, operator)
+        elif address in live:
+            yield _allocation(*live.pop(address), end=event["ts"])
+    for entry in live.values():
+        yield _allocation(*entry, end=None)
+
+
+def _allocation(event: AnyEvent, place: str, operator: str, *, end: float | None) -> Allocation:
+    return Allocation(
+        address=event["args"]["Addr"],
+        num_bytes=event["args"]["Bytes"],
+        start=event["ts"],
+        end=end,
+        place=place,
+        operator=operator,
+    )

@@ -1,0 +1,163 @@
+"""Memory over one step, stacked by what it is for.
+
+Parameters, optimizer state and whatever else exists before the step are there all the time. Of what
+the step allocates, gradients are what the parameters' gradients lie in when backward is over;
+activations are what forward leaves for backward; the rest is temporary.
+"""
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from paceline.core.ranges import BACKWARD, FORWARD
+from paceline.traces.memory.allocations import Allocation, AllocationTrace
+
+
+class Category(enum.StrEnum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer_state"
+    OTHER = "other"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    TEMPORARY = "temporary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocationGroup:
+    """Allocations of one size from one place, for the same purpose."""
+
+    category: Category
+    num_bytes: int
+    """Of each."""
+    operator: str
+    place: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTimeline:
+    """Bytes by category at the moments where they change most."""
+
+    times_s: list[float]
+    """From the start of the step."""
+    num_bytes: dict[Category, list[int]]
+    peak_bytes: int
+    peak_by_category: dict[Category, int]
+    phases_s: dict[str, tuple[float, float]]
+    largest: list[AllocationGroup]
+    """By the bytes of one, the largest first."""
+
+
+def memory_timeline(
+    trace: AllocationTrace,
+    *,
+    resident: Mapping[Category, int],
+    gradient_addresses: Collection[int],
+    num_points: int = 400,
+    num_largest: int = 10,
+) -> MemoryTimeline:
+    """Stacks a step's memory.
+
+    Args:
+        trace: Its allocations and ranges.
+        resident: What exists before.
+        gradient_addresses: Where gradients lie when backward is over.
+        num_points: Into how many stretches time is divided; of each, the moment with the most
+            memory is kept.
+        num_largest: How many groups of allocations are named.
+    """
+    addresses = frozenset(gradient_addresses)
+    categorized = [
+        (_category(allocation, trace.ranges, addresses), allocation)
+        for allocation in trace.allocations
+    ]
+    changes = sorted(
+        (
+            change
+            for category, allocation in categorized
+            for change in _changes(category, allocation)
+        ),
+        key=lambda change: change[0],
+    )
+    order = list(Category)
+    deltas = np.zeros((len(changes) + 1, len(order)), dtype=np.int64)
+    deltas[0] = [resident.get(category, 0) for category in order]
+    for row, (_, category, num_bytes) in enumerate(changes, start=1):
+        deltas[row, order.index(category)] = num_bytes
+    stacked = deltas.cumsum(axis=0)
+    begin = min((start for start, _ in trace.ranges.values()), default=0.0)
+    times = np.array([begin, *(time for time, _, _ in changes)])
+    totals = stacked.sum(axis=1)
+    kept = _kept(times, totals, num_points)
+    peak = int(np.argmax(totals))
+    return MemoryTimeline(
+        times_s=((times[kept] - begin) / 1e6).tolist(),
+        num_bytes={category: stacked[kept, place].tolist() for place, category in enumerate(order)},
+        peak_bytes=int(totals[peak]),
+        peak_by_category={
+            category: int(stacked[peak, place]) for place, category in enumerate(order)
+        },
+        phases_s={
+            name: ((start - begin) / 1e6, (end - begin) / 1e6)
+            for name, (start, end) in trace.ranges.items()
+        },
+        largest=_largest(categorized, num_largest),
+    )
+
+
+def _largest(
+    categorized: Sequence[tuple[Category, Allocation]], num_largest: int
+) -> list[AllocationGroup]:
+    counts = collections.Counter(
+        (allocation.num_bytes, category, allocation.operator, allocation.place)
+        for category, allocation in categorized
+    )
+    return [
+        AllocationGroup(
+            category=category, num_bytes=num_bytes, operator=operator, place=place, count=count
+        )
+        for (num_bytes, category, operator, place), count in sorted(
+            counts.items(), key=lambda item: (-item[0][0], -item[1])
+        )[:num_largest]
+    ]
+
+
+def _category(
+    allocation: Allocation, ranges: Mapping[str, tuple[float, float]], gradients: frozenset[int]
+) -> Category:
+    backward_end = ranges[BACKWARD][1] if BACKWARD in ranges else None
+    forward_end = ranges[FORWARD][1]
+    if backward_end is None:
+        return Category.TEMPORARY  # Without backward, forward leaves nothing for it.
+    if allocation.address in gradients and _lives_at(allocation, backward_end):
+        return Category.GRADIENTS
+    if _lives_at(allocation, forward_end):
+        return Category.ACTIVATIONS
+    return Category.TEMPORARY
+
+
+def _lives_at(allocation: Allocation, moment: float) -> bool:
+    return allocation.start <= moment and (allocation.end is None or allocation.end > moment)
+
+
+def _changes(category: Category, allocation: Allocation) -> list[tuple[float, Category, int]]:
+    changes = [(allocation.start, category, allocation.num_bytes)]
+    if allocation.end is not None:
+        changes.append((allocation.end, category, -allocation.num_bytes))
+    return changes
+
+
+def _kept(times: np.ndarray, totals: np.ndarray, num_points: int) -> list[int]:
+    """Returns the moment with the most memory of each stretch of time, and the last moment."""
+    span = max(float(times[-1] - times[0]), 1e-9)
+    stretch = np.minimum(((times - times[0]) / span * num_points).astype(int), num_points - 1)
+    most: dict[int, int] = {}
+    for index, number in enumerate(stretch.tolist()):
+        if number not in most or totals[index] > totals[most[number]]:
+            most[number] = index
+    return sorted({*most.values(), len(times) - 1})

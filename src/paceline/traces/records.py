@@ -1,0 +1,91 @@
+"""What a trace tells, as records."""
+
+from collections.abc import Sequence
+
+from paceline.core.units import NANOSECOND
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.environment import Environment
+from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis
+from paceline.traces.steps.operators import OperatorTime
+
+ALL_OPERATORS = "all"
+"""In place of an operator's name: all of one kind of work."""
+
+_MAX_OPERATORS = 8
+"""Of each range; those that took less are not shown by name."""
+
+
+def part_samples(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
+    """Returns where steps went, in seconds: the parts that make a step, and what was hidden."""
+    parts = {
+        "step_time_s": [step.times.step for step in steps],
+        "compute_s": [step.compute for step in steps],
+        "contention_s": [step.contention for step in steps],
+        "exposed_communication_s": [step.times.exposed for step in steps],
+        "idle_s": [step.times.idle for step in steps],
+        "overlapped_communication_s": [step.times.overlapped for step in steps],
+    }
+    return {name: [value * NANOSECOND for value in values] for name, values in parts.items()}
+
+
+def step_records(analysis: TraceAnalysis, subject: str, environment: Environment) -> list[Record]:
+    """Returns one record for each rank and label; its samples are the steps."""
+    groups: dict[tuple[int, str], list[StepOverlap]] = {}
+    for step in analysis.steps:
+        groups.setdefault((step.rank, step.label), []).append(step)
+    return [
+        _record(
+            "trace_step",
+            {"subject": subject, "rank": rank, "label": label},
+            environment,
+            {name: Metric.from_samples(values) for name, values in part_samples(steps).items()},
+        )
+        for (rank, label), steps in groups.items()
+    ]
+
+
+def operator_records(
+    analysis: TraceAnalysis, subject: str, environment: Environment
+) -> list[Record]:
+    """Returns time, calls and operations of each range: by kind of work, then by operator.
+
+    Numbers are those of one step of one rank on average.
+    """
+    num_steps = max(1, len(analysis.steps))
+    ranges: dict[str, list[OperatorTime]] = {}
+    for row in analysis.operators:
+        ranges.setdefault(row.range_name, []).append(row)
+    records = []
+    for range_name, rows in ranges.items():
+        total = sum(row.own for row in rows)
+        kinds: dict[str, list[OperatorTime]] = {}
+        for row in rows:
+            kinds.setdefault(row.work, []).append(row)
+        by_time = sorted(kinds.items(), key=lambda item: -sum(row.own for row in item[1]))
+        chosen: list[tuple[str, str, list[OperatorTime]]] = [
+            *((kind, ALL_OPERATORS, of_kind) for kind, of_kind in by_time),
+            *((row.work, row.name, [row]) for row in rows[:_MAX_OPERATORS]),
+        ]
+        for kind, operator, summed in chosen:
+            own = sum(row.own for row in summed)
+            metrics = {
+                "own_time_s": own * NANOSECOND / num_steps,
+                "share": own / total if total else 0.0,
+                "num_calls": sum(row.num_calls for row in summed) / num_steps,
+                "flops": sum(row.flops for row in summed) / num_steps,
+            }
+            records.append(
+                _record(
+                    "operator",
+                    {"subject": subject, "range": range_name, "work": kind, "operator": operator},
+                    environment,
+                    {name: Metric(value=value) for name, value in metrics.items()},
+                )
+            )
+    return records
+
+
+def _record(
+    kind: str, case: dict[str, CaseValue], environment: Environment, metrics: dict[str, Metric]
+) -> Record:
+    return Record(kind=kind, case=case, environment=environment, metrics=metrics, outcome="ok")

@@ -1,0 +1,111 @@
+"""From a trace to where its time went, in bounded memory.
+
+Phases: the trace is read once, its events go to disk as numbers, and its steps are found (ranges
+named ``paceline::step``, or the profiler's own; without either, all of it is one step). The events
+are divided by step, and each step of each rank is analysed by itself. What needs all steps is added
+up meanwhile: time by operator, and how long operators take with and without communication beside
+them.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+from paceline.traces.events.catalog import EVENT, Catalog, EventTable
+from paceline.traces.events.reader import Event, TraceReader
+from paceline.traces.events.spool import Spool, StepSpool
+from paceline.traces.steps.contention import ContentionTotals
+from paceline.traces.steps.operators import OperatorTime, OperatorTotals
+from paceline.traces.steps.overlap import StepRoles, StepTimes, step_times
+from paceline.traces.steps.self_time import own_work
+from paceline.traces.steps.timeline import Timeline
+
+_MAX_KEPT_SPANS = 500_000
+"""Of all steps together; what is beyond is summed up and not kept."""
+
+OnProgress = Callable[[int], None]
+"""Told how many bytes were read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOverlap:
+    """Where one step of one rank went; compute + contention + exposed + idle = step."""
+
+    rank: int
+    index: int
+    label: str
+    """What is special about the step, such as its strategy."""
+    times: StepTimes
+    contention: int
+    """Nanoseconds by which communication slowed computing; zero where there is no telling."""
+
+    @property
+    def compute(self) -> int:
+        """Nanoseconds that computing would have taken alone."""
+        return self.times.busy - self.contention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceAnalysis:
+    """What a trace tells."""
+
+    steps: tuple[StepOverlap, ...]
+    operators: tuple[OperatorTime, ...]
+    num_events: int
+    """That stand for work, communication or a range."""
+    is_truncated: bool
+    """Whether the file ended before the trace did."""
+
+
+def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) -> TraceAnalysis:
+    """Analyses a trace, plain or compressed, of one rank or merged from several."""
+    catalog = Catalog(path)
+    reader = TraceReader(path, Event)
+    with Spool(EVENT) as spool:
+        for events in reader:
+            spool.append(catalog.number(events))
+            on_progress(reader.num_bytes)
+        timeline = Timeline(spool, catalog, path)
+        totals = _Totals(catalog, timeline.device_ranks)
+        with StepSpool(spool, catalog.rank_of_thread(), timeline.windows) as by_step:
+            for rank, windows in timeline.windows.items():
+                for index, (start, end) in enumerate(windows.tolist()):
+                    totals.add(start, end, rank, by_step.read(rank, index))
+        names = (
+            (rank, index, label)
+            for rank, labels in timeline.labels.items()
+            for index, label in enumerate(labels)
+        )
+        steps = tuple(
+            StepOverlap(rank=rank, index=index, label=label, times=times, contention=contention)
+            for (rank, index, label), times, contention in zip(
+                names, totals.times, totals.contention.finish(), strict=True
+            )
+        )
+        return TraceAnalysis(
+            steps=steps,
+            operators=totals.operators.rows(),
+            num_events=spool.num_rows,
+            is_truncated=reader.is_truncated,
+        )
+
+
+class _Totals:
+    """What is added up step by step."""
+
+    def __init__(self, catalog: Catalog, device_ranks: set[int]) -> None:
+        self._catalog = catalog
+        self._device_ranks = device_ranks
+        self._num_kept_spans = 0
+        self.times: list[StepTimes] = []
+        self.operators = OperatorTotals(catalog)
+        self.contention = ContentionTotals(len(catalog.keys))
+
+    def add(self, start: int, end: int, rank: int, events: EventTable) -> None:
+        roles = StepRoles(events, self._catalog, has_device=rank in self._device_ranks)
+        work = own_work(roles.work, start, end)
+        times = step_times(roles, self._catalog, start, end)
+        self.operators.add(work, roles.ranges)
+        self.contention.add(work, times.communicating + start)
+        self._num_kept_spans += times.num_spans
+        self.times.append(times if self._num_kept_spans <= _MAX_KEPT_SPANS else times.summary())

@@ -1,0 +1,103 @@
+"""Time, calls and operations by operator, inside of each named range."""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ranges import WAIT, is_bucket_range, short_name, step_label
+from paceline.traces.events import intervals
+from paceline.traces.events.catalog import PROFILER_STEP, Catalog, EventTable
+from paceline.traces.events.op_classes import Work
+from paceline.traces.steps.self_time import OwnWork
+
+EVERYWHERE = "whole step"
+"""In place of a range's name: all of the steps."""
+
+_MAX_RANGES = 256
+_REPEATS_OURS = (PROFILER_STEP, "Optimizer.zero_grad#")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorTime:
+    """What one operator took inside of all ranges of one name, over all steps and ranks."""
+
+    range_name: str
+    work: Work
+    name: str
+    num_calls: int
+    own: int
+    """Nanoseconds, without the operators that it called."""
+    flops: int
+    """Of matrix products, where the trace has the shapes of inputs."""
+
+
+class OperatorTotals:
+    """Adds operators up, step by step.
+
+    Args:
+        catalog: What the numbers of events mean.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
+        self._range_names: set[str] = set()
+
+    def add(self, work: OwnWork, ranges: EventTable) -> None:
+        """Adds a step."""
+        self._add(EVERYWHERE, work, np.ones(work.keys.size, dtype=np.bool_))
+        for key in np.unique(ranges["key"]).tolist():
+            name = self._catalog.keys[key].name
+            if not self._is_wanted(name):
+                continue
+            chosen = ranges[ranges["key"] == key]
+            inside = intervals.union(chosen["start"], chosen["end"])
+            if inside.size:
+                index = np.searchsorted(inside[:, 0], work.starts, side="right") - 1
+                inside_range = (index >= 0) & (work.starts < inside[index, 1])
+                self._add(short_name(name), work, inside_range)
+
+    def rows(self) -> tuple[OperatorTime, ...]:
+        """Returns the sums by range and operator, those that took longest first."""
+        sums: dict[tuple[str, str], list[int]] = {}
+        works: dict[str, Work] = {}
+        for (range_name, number), (num_calls, own) in self._totals.items():
+            key = self._catalog.keys[number]
+            works[key.name] = key.work
+            total = sums.setdefault((range_name, key.name), [0, 0, 0])
+            for place, value in enumerate((num_calls, own, num_calls * key.flops)):
+                total[place] += value
+        rows = [
+            OperatorTime(
+                range_name=range_name,
+                work=works[name],
+                name=name,
+                num_calls=num_calls,
+                own=own,
+                flops=flops,
+            )
+            for (range_name, name), (num_calls, own, flops) in sums.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (row.range_name, -row.own, row.name)))
+
+    def _is_wanted(self, name: str) -> bool:
+        if step_label(name) is not None or is_bucket_range(name) or name == WAIT:
+            return False
+        if name.startswith(_REPEATS_OURS):
+            return False
+        # A trace whose ranges all have names of their own must not fill the memory.
+        if len(self._range_names) < _MAX_RANGES:
+            self._range_names.add(name)
+        return name in self._range_names
+
+    def _add(self, range_name: str, work: OwnWork, chosen: npt.NDArray[np.bool_]) -> None:
+        keys, place = np.unique(work.keys[chosen], return_inverse=True)
+        calls = np.bincount(place, work.begins_here[chosen], keys.size).astype(np.int64)
+        own = np.zeros(keys.size, dtype=np.int64)
+        np.add.at(own, place, work.own[chosen])
+        for key, num_calls, nanoseconds in zip(
+            keys.tolist(), calls.tolist(), own.tolist(), strict=True
+        ):
+            before = self._totals.get((range_name, key), (0, 0))
+            self._totals[range_name, key] = (before[0] + num_calls, before[1] + nanoseconds)

@@ -1,0 +1,173 @@
+"""Where one step of one rank went: computing, waiting for communication, or neither.
+
+C is when the rank computes, M when it communicates, both as sets of instants inside of the step:
+
+    overlapped   C and M
+    exposed      M without C
+    idle         neither
+    busy         C = compute + contention
+
+so that compute + contention + exposed + idle = step, exactly. Contention is what computing takes
+longer than it would without communication beside it; it needs operators that were seen without, and
+is found by whoever sees all steps.
+
+On a GPU, C are kernels and copies, and M nccl's kernels. On a CPU, C are operators and the short
+pauses between them, which are the interpreter's and not waiting; M are gloo's collectives. Where
+the program says that it waits, a pause is no work however short it is.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.core.ranges import WAIT
+from paceline.traces.events import intervals
+from paceline.traces.events.catalog import Catalog, EventTable, Role
+from paceline.traces.events.intervals import EMPTY, Intervals
+
+INTERPRETER_PAUSE_NS = 500_000
+"""Pauses between operators that are no longer than this are the interpreter's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
+    """One collective; nanoseconds."""
+
+    name: str
+    start: int
+    """From the start of the step."""
+    end: int
+    exposed: int
+    """How much of it nothing was computed in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RangeSpan:
+    """A named range on the host; nanoseconds from the start of the step."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Nanoseconds of one step on one rank."""
+
+    step: int
+    busy: int
+    communication: int
+    overlapped: int
+    exposed: int
+    idle: int
+    computing: Intervals
+    """When, from the start of the step."""
+    communicating: Intervals
+    messages: tuple[Message, ...]
+    ranges: tuple[RangeSpan, ...]
+
+    @property
+    def num_spans(self) -> int:
+        """How many intervals, messages and ranges are kept."""
+        return len(self.computing) + len(self.communicating) + len(self.messages) + len(self.ranges)
+
+    def summary(self) -> "StepTimes":
+        """Returns the sums without what they were made of."""
+        return dataclasses.replace(
+            self, computing=EMPTY, communicating=EMPTY, messages=(), ranges=()
+        )
+
+
+class StepRoles:
+    """One step's events, apart by what they stand for.
+
+    Args:
+        events: All that touch the step.
+        catalog: What they are called.
+        has_device: Whether the rank's work is that of a GPU.
+    """
+
+    def __init__(self, events: EventTable, catalog: Catalog, *, has_device: bool) -> None:
+        roles = catalog.roles()[events["key"]]
+        work, communication, ranges = (
+            (Role.DEVICE_WORK, Role.DEVICE_COMMUNICATION, Role.DEVICE_RANGE)
+            if has_device
+            else (Role.HOST_WORK, Role.HOST_COMMUNICATION, Role.HOST_RANGE)
+        )
+        self.communication = events[roles == communication]
+        is_own = ~np.isin(events["thread"], np.unique(self.communication["thread"]))
+        # What the thread of a collective does, such as adding, is part of the collective.
+        self.work = events[(roles == work) & (is_own | has_device)]
+        self.ranges = events[roles == ranges]
+        self.host_ranges = events[roles == Role.HOST_RANGE]
+        names = [catalog.keys[key].name for key in self.host_ranges["key"].tolist()]
+        self.waits = self.host_ranges[[name == WAIT for name in names]]
+        self.has_device = has_device
+
+
+def step_times(roles: StepRoles, catalog: Catalog, start: int, end: int) -> StepTimes:
+    """Divides a step from one moment to another."""
+    computing = _computing(roles, start, end)
+    communicating = _set_of(roles.communication, start, end)
+    overlapped = intervals.overlap(computing, communicating)
+    exposed = intervals.length(communicating) - overlapped
+    busy = intervals.length(computing)
+    return StepTimes(
+        step=end - start,
+        busy=busy,
+        communication=intervals.length(communicating),
+        overlapped=overlapped,
+        exposed=exposed,
+        idle=end - start - busy - exposed,
+        computing=computing - start,
+        communicating=communicating - start,
+        messages=_messages(roles.communication, catalog, computing, start, end),
+        ranges=_ranges(roles.host_ranges, catalog, start, end),
+    )
+
+
+def _computing(roles: StepRoles, start: int, end: int) -> Intervals:
+    operators = _set_of(roles.work, start, end)
+    if roles.has_device:
+        return operators
+    with_pauses = intervals.union(operators[:, 0], operators[:, 1], gap=INTERPRETER_PAUSE_NS)
+    waits = _set_of(roles.waits, start, end)
+    outside = intervals.complement(waits, start, end)
+    kept = intervals.intersection(with_pauses, outside)
+    return intervals.union(
+        np.concatenate((operators[:, 0], kept[:, 0])), np.concatenate((operators[:, 1], kept[:, 1]))
+    )
+
+
+def _set_of(events: EventTable, start: int, end: int) -> Intervals:
+    return intervals.clip(intervals.union(events["start"], events["end"]), start, end)
+
+
+def _messages(
+    communication: EventTable, catalog: Catalog, computing: Intervals, start: int, end: int
+) -> tuple[Message, ...]:
+    ordered = np.sort(communication, order=("start", "end"))
+    starts, ends = np.clip(ordered["start"], start, end), np.clip(ordered["end"], start, end)
+    hidden = intervals.covered(computing, starts, ends)
+    return tuple(
+        Message(
+            name=catalog.keys[key].name,
+            start=begin - start,
+            end=finish - start,
+            exposed=finish - begin - beside,
+        )
+        for key, begin, finish, beside in zip(
+            ordered["key"].tolist(), starts.tolist(), ends.tolist(), hidden.tolist(), strict=True
+        )
+    )
+
+
+def _ranges(ranges: EventTable, catalog: Catalog, start: int, end: int) -> tuple[RangeSpan, ...]:
+    ordered = np.sort(ranges, order=("start", "end"))
+    starts, ends = np.clip(ordered["start"], start, end), np.clip(ordered["end"], start, end)
+    return tuple(
+        RangeSpan(name=catalog.keys[key].name, start=begin - start, end=finish - start)
+        for key, begin, finish in zip(
+            ordered["key"].tolist(), starts.tolist(), ends.tolist(), strict=True
+        )
+    )

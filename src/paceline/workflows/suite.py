@@ -1,0 +1,182 @@
+"""Runs what is missing in a store, command by command, each in a process of its own.
+
+Invariants: what the store has is not run again, so a battery that was interrupted goes on where it
+was; a command that fails, hangs or is killed leaves an attempt in the store and the next one
+begins; no command outlives the battery.
+"""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.core.processes import die_with_parent, exit_code_of, termination_as_exit
+from paceline.core.units import format_seconds
+from paceline.records import Metric, Outcome, Record, RecordStore, capture_environment
+from paceline.records.kinds import ATTEMPT
+from paceline.workflows.cases import SEPARATOR, BatteryCase
+
+_ERROR = "paceline: error: "
+_LONGEST_REASON = 300
+_LINES_LOOKED_AT = 40
+_SHORTEST_LIMIT_S = 300.0
+_SLOWEST = 6.0
+"""A command may take this many times as long as expected."""
+_GRACE_S = 10.0
+_RECORDS = "records.jsonl"
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Battery:
+    """A battery and where its results go."""
+
+    cases: Sequence[BatteryCase]
+    store: RecordStore
+    workspace: pathlib.Path
+    """Directory for what commands print and write beside records."""
+
+    def missing(self) -> list[BatteryCase]:
+        """Returns the cases whose records are not all in the store."""
+        records, here = self._records(), capture_environment()
+        return [case for case in self.cases if not case.is_answered(records, here)]
+
+    def run(self, say: Say) -> int:
+        """Runs what is missing; returns how many cases have no answer in the end.
+
+        Args:
+            say: Is told of every case and of the time that is left.
+        """
+        missing = self.missing()
+        done = len(self.cases) - len(missing)
+        if done:
+            say(f"{done} of {len(self.cases)} cases are in {self.store.path} already")
+        num_failed = 0
+        taken = expected = 0.0
+        with termination_as_exit():
+            for number, case in enumerate(missing, start=1):
+                left = sum(each.seconds for each in missing[number - 1 :])
+                pace = taken / expected if expected else 1.0
+                say(f"[{number}/{len(missing)}, about {_minutes(left * pace)} left] {case.command}")
+                begin = time.monotonic()
+                reason = self._attempt(case)
+                taken += time.monotonic() - begin
+                expected += case.seconds
+                num_failed += reason is not None
+                ending = "done" if reason is None else f"no answer: {reason}"
+                say(f"  {ending} ({format_seconds(time.monotonic() - begin)})")
+        return num_failed
+
+    def _attempt(self, case: BatteryCase) -> str | None:
+        """Runs a case and records what became of it; returns why there is no answer."""
+        begin = time.monotonic()
+        num_before = len(self._records())
+        outcome, reason = self._run(case)
+        records, here = self._records(), capture_environment()
+        left = [record for record in records[num_before:] if case.leaves(record)]
+        obstacle = next((record for record in reversed(left) if not record.metrics), None)
+        # Where something was measured, what was too large is part of the answer.
+        if case.is_answered(records, here) and any(record.metrics for record in left):
+            outcome, reason = "ok", None
+        elif obstacle is not None:
+            outcome, reason = obstacle.outcome, obstacle.reason or reason
+        elif outcome == "ok":
+            outcome, reason = "failed", "it left none of its records"
+        self.store.append(
+            Record(
+                kind=ATTEMPT,
+                case={
+                    "name": case.name,
+                    "deliverables": SEPARATOR.join(case.deliverables),
+                    "command": case.command,
+                },
+                environment=here,
+                metrics={"time_s": Metric(value=time.monotonic() - begin)},
+                outcome=outcome,
+                reason=reason,
+            )
+        )
+        return reason
+
+    def _run(self, case: BatteryCase) -> tuple[Outcome, str | None]:
+        directory = self.workspace / case.name
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        log = directory / "log.txt"
+        process = _start(self._command_line(case, directory), log)
+        limit = max(_SHORTEST_LIMIT_S, _SLOWEST * case.seconds)
+        try:
+            return_code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "timeout", f"stopped after {format_seconds(limit)}"
+        finally:
+            _end_group(process)
+        if case.records_in == "directory" and (directory / _RECORDS).exists():
+            records = list(RecordStore(directory / _RECORDS).read())
+            # What the case is known by comes last: whoever finds it finds the others too.
+            for record in sorted(records, key=case.leaves):
+                self.store.append(record)
+        if return_code == 0:
+            return "ok", None
+        return "failed", _last_words(log, exit_code_of(return_code))
+
+    def _command_line(self, case: BatteryCase, directory: pathlib.Path) -> list[str]:
+        # Not the installed script: this must be the Paceline that is running.
+        paceline = [sys.executable, "-m", "paceline"]
+        where = ["--out", str(directory.resolve())]
+        if case.records_in == "store":
+            where = ["--store", str(self.store.path.resolve())]
+        inner = [*paceline, *case.arguments, *where]
+        return [*paceline, "lab", "run", *case.lab, "--", *inner] if case.lab else inner
+
+    def _records(self) -> list[Record]:
+        return list(self.store.read()) if self.store.path.exists() else []
+
+
+def _start(command: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and everything that it started; first kindly, so that a lab is taken down."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _last_words(log: pathlib.Path, exit_code: int) -> str:
+    """Returns the error that a command ended with, or else the last line that it printed."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        last = collections.deque((line.strip() for line in lines if line.strip()), _LINES_LOOKED_AT)
+    # Under the lab, lines begin with the rank that they come from.
+    errors = [line.partition(_ERROR)[2] for line in last if _ERROR in line]
+    words = (errors or list(last) or ["it printed nothing"])[-1]
+    return f"exit code {exit_code}: {words[:_LONGEST_REASON]}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(seconds, 1.0):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,56 @@
+import pytest
+
+from paceline.accounting.attention.occupancy import (
+    blocks_at_once,
+    find_multiprocessor,
+    known_architectures,
+    occupancy,
+)
+from paceline.core.device_table import find_device
+from paceline.core.errors import HardwareError
+
+H100 = find_multiprocessor("sm90")
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "num_warps", "blocks"),
+    [
+        # 65,536 registers: 255 are given out as 256 to each of 256 threads, which is all.
+        (255, 0, 8, 1),
+        (128, 0, 8, 2),
+        (129, 0, 8, 1),
+        (32, 0, 8, 8),
+        # 228 KiB, of which the driver takes one for each block.
+        (32, 75 * 1024, 4, 3),
+        (32, 76 * 1024, 4, 2),
+        (32, 227 * 1024, 4, 1),
+        (32, 227 * 1024 + 1, 4, 0),
+        # 64 places for warps, 32 for blocks.
+        (16, 0, 1, 32),
+        (16, 0, 16, 4),
+    ],
+)
+def test_what_is_used_up_first_decides(
+    registers: int, shared_bytes: int, num_warps: int, blocks: int
+) -> None:
+    used = {"registers": registers, "shared_bytes": shared_bytes, "num_warps": num_warps}
+    assert blocks_at_once(H100, **used) == blocks
+    assert occupancy(H100, **used) == blocks * num_warps / 64
+
+
+def test_amd_counts_wavefronts_of_64() -> None:
+    unit = find_multiprocessor("gfx942")
+    # 512 registers per lane and unit, four units: 256 leave two wavefronts each.
+    assert blocks_at_once(unit, registers=256, shared_bytes=0, num_warps=4) == 2
+    assert blocks_at_once(unit, registers=257, shared_bytes=0, num_warps=4) == 1
+    assert blocks_at_once(unit, registers=64, shared_bytes=32 * 1024, num_warps=4) == 2
+
+
+def test_every_architecture_names_a_device_of_the_table() -> None:
+    for architecture in known_architectures():
+        find_device(find_multiprocessor(architecture).device)
+
+
+def test_an_unknown_architecture_is_an_error() -> None:
+    with pytest.raises(HardwareError, match="unknown architecture 'sm70'; known: sm80"):
+        find_multiprocessor("sm70")

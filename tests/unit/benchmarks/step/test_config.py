@@ -1,0 +1,90 @@
+import pytest
+
+from paceline.benchmarks.attention.config import AttentionSweep
+from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.harness.config import RunLimits, ShapeOverrides
+from paceline.benchmarks.step.config import StepSweep
+from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.core import ShapeError, UsageError
+
+
+def test_a_sweep_is_every_combination() -> None:
+    sweep = StepSweep(
+        model=("small", "medium"),
+        context=(128, 256),
+        phase=("forward", "train"),
+        precision=("float32", "bfloat16"),
+        warmup=(0, 5),
+    )
+    cases = list(sweep.cases())
+    assert len(cases) == len(set(cases)) == 32
+    assert [case.model for case in cases] == ["small"] * 16 + ["medium"] * 16
+
+
+def test_the_handouts_attention_sweep_is_the_default() -> None:
+    cases = list(AttentionSweep().cases())
+    assert len(cases) == 20
+    assert {case.head_dim for case in cases} == {16, 32, 64, 128}
+    assert {case.batch.context_length for case in cases} == {256, 1024, 4096, 8192, 16384}
+    assert {case.batch.num_sequences for case in cases} == {8}
+    assert {case.steps for case in cases} == {100}
+
+
+def test_overrides_make_a_shape_without_a_name() -> None:
+    name, shape = ShapeOverrides(num_layers=2, d_ff=100).apply("small")
+    assert (name, shape.num_layers, shape.d_ff, shape.d_model) == ("custom", 2, 100, 768)
+    assert ShapeOverrides().apply("small")[0] == "small"
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: StepSweep(steps=0), "--steps"),
+        (lambda: StepSweep(warmup=(-1,)), "--warmup"),
+        (lambda: StepSweep(compile=True, compile_blocks=True), "--compile-blocks"),
+        (lambda: RunLimits(memory_limit_gib=0), "--memory-limit-gib"),
+        (lambda: RunLimits(time_limit_s=0), "--time-limit-s"),
+        (lambda: AttentionSweep(head_dim=(0,)), "--head-dim"),
+        (lambda: RunLimits(memory_limit_gib=float("inf")), "--memory-limit-gib"),
+        (lambda: list(StepSweep(model=("tiny",)).cases()), "unknown model 'tiny'"),
+        (lambda: list(StepSweep(model=("xxl",)).cases()), "cannot build feed_forward='linear'"),
+        (lambda: CommunicationSweep(world_sizes=(1,)), "--world-sizes"),
+        (lambda: CommunicationSweep(timeout_s=0), "--timeout-s"),
+        (lambda: list(CommunicationSweep(sizes=("big",)).cases()), "'big'"),
+    ],
+)
+def test_nonsense_names_its_flag(make: object, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        make()  # type: ignore[operator]
+
+
+def test_too_long_a_context_names_model_and_limit() -> None:
+    with pytest.raises(ShapeError, match=r"--context 4096 .* 2048 .*'small'"):
+        list(StepSweep(context=(4096,)).cases())
+
+
+def test_bucket_sizes_apply_to_the_strategies_that_have_buckets() -> None:
+    sweep = DataParallelSweep(
+        strategies=("torch_ddp", "flat", "bucketed"), bucket_size_mb=(5.0, "auto")
+    )
+    (case,) = sweep.cases()
+    assert [variant.label for variant in case.variants] == [
+        "torch_ddp 5 MiB",
+        "flat",
+        "bucketed 5 MiB",
+        "bucketed auto",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bucket_size_mb": (0.0,)}, "--bucket-size-mb"),
+        ({"world_size": 0}, "--world-size"),
+        ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"time_limit_s": 0.0}, "--time-limit-s"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataParallelSweep(**arguments)

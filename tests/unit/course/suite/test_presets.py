@@ -1,0 +1,111 @@
+"""A battery's cases ask for the very records by which they are known to have been run."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.accounting import count_parameters
+from paceline.benchmarks.attention.config import AttentionSweep
+from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.kernels.config import KernelSweep
+from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
+from paceline.benchmarks.step.config import StepCase, StepSweep
+from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.cli.bench import BenchCommand
+from paceline.cli.main import parse
+from paceline.core import model_preset
+from paceline.core.units import GB
+from paceline.course.suite.presets import battery_cases
+from paceline.course.suite.scales import find_scale
+from paceline.workflows.cases import BatteryCase
+
+PRESETS = [(preset, quick) for preset in ("laptop", "2gpu", "8gpu") for quick in (False, True)]
+# Known only where the command runs, or when it has.
+ELSEWHERE = {"num_hosts", "link_rate_bits_per_s"}
+
+
+def _step_fields(case: StepCase) -> dict[str, Any]:
+    return {
+        "model": case.model,
+        "batch": case.batch.num_sequences,
+        "context": case.batch.context_length,
+        "phase": case.phase,
+        "precision": case.precision,
+        "compile": case.compilation,
+        "attention": case.attention,
+        "device": case.device,
+        "warmup": case.warmup,
+        "steps": case.steps,
+    }
+
+
+def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
+    """Yields what the records of a command will say, as far as its flags decide it."""
+    for case in sweep.cases():
+        match sweep:
+            case StepSweep():
+                yield _step_fields(case)
+            case DataParallelSweep():
+                for variant in case.variants:
+                    yield {
+                        **_step_fields(case.step),
+                        **dataclasses.asdict(variant),
+                        "rounds": case.step.steps,
+                        "world_size": sweep.world_size or 2,
+                    }
+            case OptimizerSweep():
+                step = {**_step_fields(case.step), **dataclasses.asdict(case.variant)}
+                yield {**step, "world_size": sweep.world_size}
+            case CommunicationSweep():
+                for world_size in sweep.world_sizes or (2,):
+                    common = {"device": sweep.device, "world_size": world_size}
+                    yield {**dataclasses.asdict(case), **common}
+            case AttentionSweep():
+                yield {
+                    **dataclasses.asdict(case),
+                    "batch": case.batch.num_sequences,
+                    "context": case.batch.context_length,
+                    "compile": "whole" if case.compiled else "none",
+                }
+            case KernelSweep():
+                yield dataclasses.asdict(case)
+
+
+def _bench_cases(preset: Any, quick: bool) -> list[BatteryCase]:
+    return [case for case in battery_cases(preset, quick=quick) if case.arguments[0] == "bench"]
+
+
+@pytest.mark.parametrize(("preset", "quick"), PRESETS)
+def test_every_command_leaves_the_records_that_it_is_known_by(preset: str, quick: bool) -> None:
+    for case in _bench_cases(preset, quick):
+        command = parse(shlex.split(shlex.join(case.arguments)))
+        assert isinstance(command, BenchCommand)
+        promised = list(_promised(command.subject.sweep))
+        for expected in case.expected:
+            known = {name: expected.fields[name] for name in expected.fields.keys() - ELSEWHERE}
+            assert any(known.items() <= each.items() for each in promised), (case.name, known)
+
+
+@pytest.mark.parametrize(("preset", "quick"), PRESETS)
+def test_names_are_unique_and_times_are_given(preset: Any, quick: bool) -> None:
+    cases = battery_cases(preset, quick=quick)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.seconds > 0 and case.expected for case in cases)
+
+
+@pytest.mark.parametrize(("preset", "quick"), PRESETS[2:])
+def test_what_gpus_compare_at_once_fits_eighty_gigabytes(preset: Any, quick: bool) -> None:
+    model = model_preset(find_scale(preset, quick=quick).parallel_model)
+    compared = [case for case in _bench_cases(preset, quick) if case.arguments[1] == "ddp"]
+    assert len(compared) == 2
+    for case in compared:
+        # Weights, gradients and two moments in float32, of every variant.
+        assert len(case.expected) * 16 * count_parameters(model).total < 0.9 * 80 * GB
+
+
+def test_a_quick_laptop_takes_a_quarter_of_an_hour_at_most() -> None:
+    cases = battery_cases("laptop", quick=True)
+    assert sum(case.seconds for case in cases) < 14 * 60

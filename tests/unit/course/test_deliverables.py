@@ -1,0 +1,222 @@
+"""Every deliverable is in the report, and what is said of it follows from the figures."""
+
+import json
+import pathlib
+import re
+import shlex
+from typing import Any
+
+import pytest
+import tyro
+
+from paceline.cli import main
+from paceline.course.answers import (
+    attention,
+    collectives,
+    profile,
+    scaling,
+    sharding,
+    step,
+    strategies,
+)
+from paceline.course.deliverables import DELIVERABLES, Part
+from paceline.course.report import build_report
+from paceline.course.suite.presets import battery_cases
+from paceline.records import Record
+from paceline.reports.evidence.groups import Evidence
+from paceline.scaling import LossSurface, synthetic_sweep
+from tests.unit.course.report_cases import (
+    changed,
+    committed_records,
+    no_drawing,
+    sentences,
+    swapped,
+)
+
+# The rows of the courses' list of problems, each by a word that its deliverable's name has.
+CONTRACT = (
+    "benchmarking_script",
+    "nsys_profile",
+    "mixed_precision_accumulation",
+    "benchmarking_mixed_precision",
+    "memory_profiling",
+    "pytorch_attention",
+    "torch_compile",
+    "flash_forward",
+    "flash_backward",
+    "flash_benchmarking",
+    "distributed_communication_single_node",
+    "naive_ddp",
+    "minimal_ddp_flat",
+    "ddp_overlap_individual_parameters",
+    "ddp_overlap_bucketed",
+    "ddp_bucketed_benchmarking (equations)",
+    "communication_accounting",
+    "optimizer_state_sharding",
+    "chinchilla_isoflops",
+)
+MEASURED = [
+    pytest.param(part, id=f"{deliverable.name}: {part.title}")
+    for deliverable in DELIVERABLES
+    for part in deliverable.parts
+    if part.commands
+]
+
+
+@pytest.fixture(autouse=True)
+def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (
+        *(attention, collectives, strategies),
+        *(profile, sharding, step),
+    ):
+        monkeypatch.setattr(module, "draw_picture", no_drawing)
+
+
+def test_every_problem_has_a_section_in_order() -> None:
+    names = [name for deliverable in DELIVERABLES for name in deliverable.name.split(", ")]
+    assert tuple(names) == CONTRACT
+
+
+def test_an_empty_store_leaves_what_is_calculated_and_says_how_to_measure_the_rest() -> None:
+    report = build_report([])
+    for section, deliverable in zip(report.sections, DELIVERABLES, strict=True):
+        for part, asked in zip(section.parts, deliverable.parts, strict=True):
+            assert bool(part.blocks) == (not asked.commands), part.title
+            assert part.question.endswith("?")
+
+
+@pytest.mark.parametrize("part", MEASURED)
+def test_commentaries_name_figures_and_change_with_them(part: Part) -> None:
+    records = committed_records()
+    said = sentences(part.answer(Evidence.of(records)))
+    assert said
+    assert sum(bool(re.search(r"\d", sentence)) for sentence in said) >= len(said) / 2
+    others = [
+        sentences(part.answer(Evidence.of(swapped(records, order))))
+        for order in (lambda each: each[::-1], lambda each: each[3:] + each[:3])
+    ]
+    assert said not in others
+    assert any(_words(said) != _words(other) for other in others), "only numbers change, not words"
+
+
+def _words(said: list[str]) -> list[str]:
+    return [re.sub(r"[\d.,]+", "", sentence) for sentence in said]
+
+
+@pytest.mark.parametrize("part", MEASURED)
+def test_every_block_says_where_it_was_measured(part: Part) -> None:
+    for block in part.answer(Evidence.of(committed_records())):
+        assert block.tables
+        assert all("torch 2" in place and "processors" in place for place in block.places)
+        assert block.places
+
+
+def _commands() -> list[str]:
+    battery = [
+        case.command + (" --out somewhere" if case.records_in == "directory" else "")
+        for preset in ("laptop", "2gpu", "8gpu")
+        for quick in (False, True)
+        for case in battery_cases(preset, quick=quick)  # type: ignore[arg-type]
+    ]
+    printed = [
+        command
+        for deliverable in DELIVERABLES
+        for part in deliverable.parts
+        for command in part.commands
+    ]
+    return list(dict.fromkeys([*printed, *battery]))
+
+
+def test_every_command_of_the_report_and_of_the_battery_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = []
+    monkeypatch.setattr(main, "_run", lambda command: parsed.append(command) or 0)
+    for command in _commands():
+        lab, _, inner = command.rpartition(" -- ")
+        for one in filter(None, (f"{lab} -- true" if lab else "", inner)):
+            program, *arguments = shlex.split(one)
+            assert program == "paceline"
+            assert main.main(arguments) == 0, one
+    assert len(parsed) >= len(_commands())
+
+
+def test_tyro_refuses_what_is_no_command() -> None:
+    with pytest.raises(SystemExit):
+        tyro.cli(main.Verb, args=["bench", "nothing"])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("preset", ["laptop", "2gpu", "8gpu"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_preset_measures_every_deliverable(preset: Any, quick: bool) -> None:
+    cases = battery_cases(preset, quick=quick)
+    assert len({case.name for case in cases}) == len(cases)
+    covered = {name for case in cases for name in case.deliverables}
+    asked = {each.name for each in DELIVERABLES if any(part.commands for part in each.parts)}
+    assert covered == asked
+
+
+def _steps(**case: Any) -> list[Record]:
+    return [
+        changed(record, 1.0, **case)
+        for record in committed_records()
+        if record.kind == "step"
+        and record.case["model"] in ("small", "medium")
+        and record.case["precision"] == "float32"
+        and record.case["compile"] == "none"
+        and record.case["phase"] == "train"
+        and record.case["warmup"] == 2
+        and record.case["context"] == 128
+        and record.metrics
+    ]
+
+
+def test_records_of_a_gpu_have_a_block_of_their_own() -> None:
+    gpu = _steps(device="cuda", hardware="h100-sxm")
+    blocks = step.answer_sizes(Evidence.of([*_steps(), *gpu]))
+    assert [block.heading for block in blocks] == [_steps()[0].case["hardware"], "h100-sxm"]
+
+
+def test_an_optimizer_faster_than_memory_is_called_out() -> None:
+    fast = [changed(record, 1e-4) for record in _steps(device="cuda", hardware="h100-sxm")]
+    (block,) = step.answer_sizes(Evidence.of(fast))
+    assert any("not synchronised" in sentence for sentence in block.commentary)
+    (block,) = step.answer_sizes(Evidence.of(_steps(hardware="h100-sxm")))
+    assert not any("not synchronised" in sentence for sentence in block.commentary)
+
+
+def test_answers_without_measurement_are_the_right_ones() -> None:
+    text = " ".join(
+        sentence
+        for section in build_report([]).sections
+        for part in section.parts
+        for sentence in sentences(part.blocks)
+    )
+    for figure in ("9.9531", "10.0021", "3,276 GiB", "41 H100", "17,547,264", "35 devices", "54"):
+        assert figure in text, figure
+    for figure in ("25,302", "20,444", "15,699", "3,925", "s/(n w) + n o", "128.00 MiB"):
+        assert figure in text, figure
+    for figure in ("29.78 GiB to 22.33 GiB", "5 MiB at context 128", "float32, not sixteen"):
+        assert figure in text, figure
+
+
+def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib.Path) -> None:
+    surface = LossSurface(
+        irreducible=2.69,
+        parameter_scale=1606.4,
+        parameter_exponent=0.34,
+        token_scale=3210.7,
+        token_exponent=0.36,
+    )
+    sweep = synthetic_sweep(surface)
+    runs = tmp_path / "runs.json"
+    rows = zip(sweep.parameters, sweep.compute, sweep.loss, strict=True)
+    names = ("parameters", "compute_budget", "final_loss")
+    runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
+    (given,) = scaling.answer_scaling(Evidence.of([], runs))
+    assert "runs.json" in given.heading
+    assert "9.19e+10 parameters" in given.commentary[0]
+    assert "3e+11 parameters" in given.commentary[1]
+    (made_up,) = scaling.answer_scaling(Evidence.of([]))
+    assert "made up" in made_up.heading
+    assert made_up.commentary[:2] != given.commentary[:2]

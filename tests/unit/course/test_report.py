@@ -1,0 +1,170 @@
+"""The page and its Markdown: complete, inert, and showing every name as text."""
+
+import base64
+import dataclasses
+import hashlib
+import html.parser
+import pathlib
+import re
+
+import msgspec
+import pytest
+
+from paceline.course import report as build
+from paceline.course.deliverables import DELIVERABLES
+from paceline.course.report import build_report
+from paceline.course.suite.build import write_report
+from paceline.records import Record
+from paceline.reports.document.html import render_html
+from paceline.reports.document.markdown import render_report
+from paceline.reports.document.model import Block, Report
+from paceline.reports.evidence.groups import Evidence
+from tests.unit.course.report_cases import changed, committed_records
+
+ATTACKS = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "a|b`c$d_e*")
+VOID = {"meta", "img"}
+
+
+class Page(html.parser.HTMLParser):
+    """Collects elements, attributes and text, and whether elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def _hostile_records() -> list[Record]:
+    """Steps and allocations whose names and environment try to leave their place."""
+    steps = [
+        each
+        for each in committed_records()
+        if each.kind == "step" and each.case["phase"] == "train" and each.metrics
+    ][:2]
+    records = []
+    for attack in ATTACKS:
+        for record in steps:
+            environment = msgspec.structs.replace(
+                record.environment, processor=attack, platform=attack, packages={attack: attack}
+            )
+            hostile = changed(record, 1.0, model=attack, hardware=attack)
+            records.append(msgspec.structs.replace(hostile, environment=environment))
+    failed = Record(
+        kind="attempt",
+        case={"name": ATTACKS[0], "deliverables": "naive_ddp", "command": ATTACKS[1]},
+        environment=steps[0].environment,
+        metrics={},
+        outcome="failed",
+        reason=ATTACKS[0],
+    )
+    return [*records, failed]
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Report:
+    return build_report(_hostile_records())
+
+
+def test_names_appear_as_text(hostile: Report) -> None:
+    page = Page(render_html(hostile))
+    assert not page.open
+    assert not {tag for tag, _ in page.elements} & {"script", "iframe", "object", "link", "base"}
+    for attack in ATTACKS:
+        assert page.text.count(attack) > 3, attack
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert not {name for name in names if name.startswith("on")} | (names & {"style", "srcset"})
+
+
+def test_markdown_shows_names_as_text_too(hostile: Report) -> None:
+    text = render_report(hostile)
+    outside_code = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert "<script" not in outside_code
+    assert "<img" not in outside_code
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in outside_code
+    assert r"\`c$d\_e\*" in outside_code
+    assert "`c$d_e*" not in outside_code
+
+
+def test_the_page_loads_nothing_and_its_policy_forbids_it(hostile: Report) -> None:
+    text = render_html(hostile)
+    page = Page(text)
+    images = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert images
+    for attributes in images:
+        assert (attributes["src"] or "").startswith("data:image/svg+xml;base64,")
+        assert attributes["alt"]
+    for tag, attributes in page.elements:
+        assert set(attributes) & {"src"} == ({"src"} if tag == "img" else set())
+        assert (attributes.get("href") or "#").startswith("#")
+    (policy,) = [
+        attributes["content"] or ""
+        for tag, attributes in page.elements
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in policy
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_pictures_load_nothing_either(hostile: Report) -> None:
+    pictures = [
+        picture
+        for section in hostile.sections
+        for part in section.parts
+        for block in part.blocks
+        for picture in block.pictures
+    ]
+    assert len({picture.name for picture in pictures}) == len(pictures)
+    for picture in pictures:
+        text = picture.svg.decode()
+        assert "<script" not in text
+        references = re.findall(r'(?:href|src)="([^"]*)"', text)
+        assert all(reference.startswith(("#", "data:")) for reference in references)
+
+
+def test_failures_are_entries(hostile: Report) -> None:
+    (section,) = [each for each in hostile.sections if each.name == "naive_ddp"]
+    assert section.failures == (f"{ATTACKS[1]}: failed: {ATTACKS[0]}",)
+    assert not section.is_complete
+
+
+def test_an_answer_that_cannot_be_made_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(_evidence: Evidence) -> tuple[Block, ...]:
+        raise KeyError("time_s")
+
+    broken, whole = DELIVERABLES[0], DELIVERABLES[2]
+    parts = (dataclasses.replace(broken.parts[0], answer=odd),)
+    replaced = (dataclasses.replace(broken, parts=parts), whole)
+    monkeypatch.setattr(build, "DELIVERABLES", replaced)
+    report = build_report([])
+    assert report.sections[0].failures == (
+        "By model: no answer could be made of the records: KeyError('time_s')",
+    )
+    assert report.sections[1].is_complete
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
+    records = _hostile_records()[:2]
+    pages = [write_report(records, tmp_path / name) for name in ("first", "second")]
+    assert pages[0][0].read_bytes() == pages[1][0].read_bytes()
+    assert pages[0][1].read_bytes() == pages[1][1].read_bytes()
+    referred = re.findall(r"\]\((figures/[^)]+)\)", pages[0][1].read_text(encoding="utf-8"))
+    assert referred
+    assert all((tmp_path / "first" / path).stat().st_size > 1000 for path in referred)

@@ -1,0 +1,73 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.accounting.communication.alpha_beta_fit import fit_collective
+from paceline.accounting.communication.overlap import overlap_timeline
+from paceline.core.units import MIB
+from paceline.parallel.buckets import TensorSpec, plan_buckets
+from paceline.parallel.ddp.bucket_size import (
+    CANDIDATES_MB,
+    GroupCost,
+    choose_bucket_size,
+)
+
+NUM_LAYERS, LAYER_ELEMENTS = 32, 2**20
+
+
+def _tensors() -> list[TensorSpec]:
+    return [
+        TensorSpec(f"layer{i}", LAYER_ELEMENTS, torch.float32, torch.device("cpu"))
+        for i in range(NUM_LAYERS)
+    ]
+
+
+def _arrivals(backward_s: float) -> list[float]:
+    return [backward_s * (NUM_LAYERS - i) / NUM_LAYERS for i in range(NUM_LAYERS)]
+
+
+def _cost(call_s: float, bytes_per_s: float, start_s: float = 0.0) -> GroupCost:
+    sizes = [2**power for power in range(12, 27, 2)]
+    samples = {size: [call_s + size / bytes_per_s] * 3 for size in sizes}
+    return GroupCost(fit=fit_collective(samples), start_s=start_s)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    call_s=st.floats(1e-5, 5e-2), bytes_per_s=st.floats(1e7, 1e10), backward_s=st.floats(0.01, 5)
+)
+def test_no_other_candidate_is_predicted_to_be_better(
+    call_s: float, bytes_per_s: float, backward_s: float
+) -> None:
+    cost = _cost(call_s, bytes_per_s)
+    arrivals = _arrivals(backward_s)
+    choice = choose_bucket_size(_tensors(), arrivals, cost)
+    for size in CANDIDATES_MB:
+        plans = plan_buckets(_tensors(), size * MIB)
+        ready = [max(arrivals[slot.tensor] for slot in plan.slots) for plan in plans]
+        times = [cost.fit.time_s(plan.message_bytes(None)) for plan in plans]
+        exposed = overlap_timeline(ready, times, backward_s).exposed_s
+        assert choice.candidates[size].exposed_s == exposed
+        assert choice.candidates[choice.bucket_size_mb].exposed_s <= exposed
+
+
+def test_costly_calls_make_large_buckets_and_cheap_ones_small() -> None:
+    costly = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(0.1, 1e9))
+    cheap = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(1e-6, 3e8))
+    assert cheap.bucket_size_mb < 10 < costly.bucket_size_mb
+
+
+def test_starting_a_call_counts_where_nothing_else_does() -> None:
+    # The line is so fast that every size is hidden alike: fewer calls are better.
+    free = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11))
+    priced = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11, start_s=1e-3))
+    chosen = priced.candidates[priced.bucket_size_mb]
+    assert chosen.num_buckets <= free.candidates[free.bucket_size_mb].num_buckets
+    fewest = min(candidate.num_buckets for candidate in priced.candidates.values())
+    assert chosen.num_buckets == fewest
+
+
+def test_the_choice_explains_itself() -> None:
+    text = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(1e-3, 1e8)).explain()
+    for part in ("buckets of ", "backward takes 500 ms", "1.00 ms", "100 MB/s", "25 MiB"):
+        assert part in text, text

@@ -1,0 +1,100 @@
+"""What the ledger learns from cases, and whether its intervals keep their word."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paceline.core import UsageError
+from paceline.prediction.backtest import (
+    GROUPS,
+    Case,
+    fit_correction,
+    leave_group_out,
+    leave_one_out,
+    summarize,
+)
+
+FACTORS = {
+    "multiplying": 1.2,
+    "elementwise": 0.7,
+    "updating": 1.5,
+    "contention": 1.0,
+    "waiting": 0.8,
+}
+
+
+def _cases(number: int, noise: float, seed: int = 0) -> list[Case]:
+    """Returns steps whose terms are off by the factors, measured with noise."""
+    rng = np.random.default_rng(seed)
+    cases = []
+    for _ in range(number):
+        terms = {term: float(rng.lognormal(0, 1)) for group in GROUPS.values() for term in group}
+        truth = sum(
+            FACTORS[name] * sum(terms[term] for term in group) for name, group in GROUPS.items()
+        )
+        measured = truth * float(np.exp(noise * rng.standard_normal()))
+        cases.append(Case(labels={}, terms=terms, measured_s=measured))
+    return cases
+
+
+def test_factors_are_found() -> None:
+    correction = fit_correction(_cases(200, noise=0.01))
+    assert correction.factors == pytest.approx(FACTORS, rel=0.05)
+
+
+def test_without_noise_nothing_is_left() -> None:
+    verdict = summarize(leave_one_out(_cases(100, noise=0.0)))
+    assert verdict.ninetieth_error < 0.02
+    assert verdict.median_width < 0.03
+
+
+def test_few_cases_draw_factors_little() -> None:
+    # All cases consist of one term, so nothing is known of the others.
+    cases = [
+        Case(
+            labels={},
+            terms={term: 0.0 for group in GROUPS.values() for term in group} | {"products_s": 1.0},
+            measured_s=1.3,
+        )
+        for _ in range(12)
+    ]
+    factors = fit_correction(cases).factors
+    assert factors["multiplying"] == pytest.approx(1.3, rel=0.01)
+    assert factors["waiting"] == pytest.approx(1.0)
+
+
+def test_intervals_hold_what_they_promise() -> None:
+    covered = [
+        summarize(leave_one_out(_cases(60, noise=0.1, seed=seed))).coverage for seed in range(20)
+    ]
+    assert 0.87 <= float(np.mean(covered)) <= 0.95
+
+
+def test_a_case_does_not_judge_itself() -> None:
+    cases = _cases(40, noise=0.01)
+    odd = Case(labels={}, terms=cases[0].terms, measured_s=10 * cases[0].measured_s)
+    (judged,) = [
+        judgement for judgement in leave_one_out([odd, *cases[1:]]) if judgement.case is odd
+    ]
+    assert judged.error == pytest.approx(-0.9, abs=0.02)
+    assert not judged.is_covered
+
+
+def test_a_group_does_not_judge_itself() -> None:
+    plain, odd = (
+        [dataclasses.replace(case, labels={"model": name}) for case in _cases(20, 0.01, seed)]
+        for name, seed in (("plain", 1), ("odd", 2))
+    )
+    odd = [dataclasses.replace(case, measured_s=2 * case.measured_s) for case in odd]
+    judged = leave_group_out([*plain, *odd], "model")
+    assert [judgement.case.labels["model"] for judgement in judged] == ["plain"] * 20 + ["odd"] * 20
+    for judgement in judged[20:]:
+        assert judgement.error == pytest.approx(-0.5, abs=0.05)
+
+
+def test_too_few_cases_are_refused() -> None:
+    with pytest.raises(UsageError, match="3 measured cases are too few"):
+        fit_correction(_cases(3, noise=0.1))
+    with pytest.raises(UsageError, match=r"9 measured cases are too few.*beside the one"):
+        leave_one_out(_cases(10, noise=0.1))

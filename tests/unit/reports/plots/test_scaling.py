@@ -1,0 +1,66 @@
+"""Pictures and tables of scaling laws, from sweeps whose truth is known."""
+
+import pathlib
+
+import pytest
+
+from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws, plot_profiles
+from paceline.reports.plots.style import save_figure
+from paceline.reports.tables.scaling import methods_table, run_text, runs_table, waste_table
+from paceline.scaling import ScalingFit, SweepDesign, fit, synthetic_sweep
+from paceline.scaling.allocation.decide import decide
+from paceline.scaling.experiments.service import RunRequest
+from tests.unit.scaling.surfaces import SURFACE
+
+
+@pytest.fixture(scope="module")
+def found() -> ScalingFit:
+    return fit(synthetic_sweep(SURFACE, noise=0.003), num_draws=30)
+
+
+@pytest.mark.parametrize("name", SCALING_PLOTS)
+def test_pictures_are_drawn_and_reproducible(
+    name: str, found: ScalingFit, tmp_path: pathlib.Path
+) -> None:
+    pages = []
+    for folder in ("first", "second"):
+        paths = save_figure(SCALING_PLOTS[name](found), tmp_path / folder, name)
+        assert all(path.stat().st_size > 5000 for path in paths)
+        pages.append(paths[1].read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_laws_reach_1e24_and_show_every_method(found: ScalingFit) -> None:
+    for axes in plot_laws(found).axes:
+        assert axes.get_xlim()[1] >= 1e24
+    labels = plot_laws(found).axes[0].get_legend_handles_labels()[1]
+    assert labels == [method.method for method in found.methods]
+
+
+def test_profiles_mark_each_minimum(found: ScalingFit) -> None:
+    (axes,) = plot_profiles(found).axes
+    crosses = [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert len(crosses) == len(found.profiles)
+
+
+def test_a_sweep_without_minima_is_drawn_too() -> None:
+    edge = fit(synthetic_sweep(SURFACE, SweepDesign(offset=0.1), noise=0.001), num_draws=10)
+    for plot in SCALING_PLOTS.values():
+        plot(edge)
+
+
+def test_tables_say_what_was_decided(found: ScalingFit) -> None:
+    (decision,) = decide(found, [1e23])
+    table = methods_table(found, [decision], 0.9)
+    assert [row[1] for row in table.rows] == [method.method for method in found.methods]
+    assert all(" to " in row[3] for row in table.rows)
+    assert any("left out: envelope" in note for note in table.notes)
+    assert "33.3 times" in table.caption
+    assert len(waste_table(decision).rows) == 6
+    assert f"{decision.run.parameters:,} parameters" in run_text(decision)
+    request = RunRequest(
+        d_model=64, num_layers=2, num_heads=2, batch_size=128, learning_rate=1e-3, train_flops=1e13
+    )
+    rows = runs_table([request, request], [3.5, None]).rows
+    assert [row[-1] for row in rows] == ["3.5000", "-"]
+    assert [row[-2] for row in rows] == ["1e+13", "2e+13"]

@@ -1,0 +1,86 @@
+"""Tables of traced steps, from records made by hand."""
+
+import pytest
+
+from paceline.core.errors import UsageError
+from paceline.records import Metric, Record
+from paceline.reports.tables.profile import (
+    attention_table,
+    flops_table,
+    memory_table,
+    operator_table,
+    work_table,
+)
+from tests.unit.reports.factory import ENVIRONMENT, memory_record
+
+
+def _operator(
+    range_name: str, work: str, operator: str, own_time_s: float, *, flops: float = 0.0
+) -> Record:
+    metrics = {"own_time_s": own_time_s, "share": 0.25, "num_calls": 3, "flops": flops}
+    return Record(
+        kind="operator",
+        case={"subject": "s", "range": range_name, "work": work, "operator": operator},
+        environment=ENVIRONMENT,
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
+        outcome="ok",
+    )
+
+
+def _prediction(measured: Record, **metrics: float) -> Record:
+    return Record(
+        kind="prediction",
+        case={"predicts": measured.kind, **measured.case},
+        environment=ENVIRONMENT,
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
+        outcome="ok",
+    )
+
+
+RECORDS = [
+    _operator("forward", "matmul", "all", 0.2, flops=2e9),
+    _operator("forward", "matmul", "aten::mm", 0.2, flops=2e9),
+    _operator("optimizer", "elementwise", "all", 0.3),
+    _operator("attention_scores", "matmul", "all", 0.05, flops=1e9),
+    _operator("attention_softmax", "softmax", "all", 0.04),
+    _operator("attention_values", "matmul", "all", 0.06, flops=1e9),
+]
+
+
+def test_work_by_phase() -> None:
+    table = work_table(RECORDS, "s")
+    assert table.headers == ("work", "forward: ms, share", "optimizer: ms, share")
+    assert table.rows[0] == ("elementwise", "-", "300.0, 25.0%")
+    assert table.rows[1] == ("matmul", "200.0, 25.0%", "-")
+
+
+def test_operators_of_a_range() -> None:
+    assert operator_table(RECORDS, "s", "forward").rows == (
+        ("aten::mm", "matmul", "3", "200.0", "25.0%"),
+    )
+
+
+def test_the_parts_of_attention() -> None:
+    assert attention_table(RECORDS, "s").rows == (
+        ("scores", "50.0", "1 G", "20 G"),
+        ("softmax", "40.0", "-", "-"),
+        ("values", "60.0", "1 G", "16.7 G"),
+    )
+
+
+def test_operations_beside_the_formula() -> None:
+    records = [*RECORDS, _prediction(RECORDS[0], flops=1.6e9)]
+    assert flops_table(records).rows == (("s", "forward", "2 G", "1.6 G", "1.2500"),)
+
+
+def test_memory_beside_the_least_possible() -> None:
+    measured = memory_record(phase="train", context=64, precision="float32")
+    table = memory_table([measured, _prediction(measured, peak_bytes=2**20)])
+    (row,) = table.rows
+    assert row[:4] == ("train", "64", "float32", "6.00 MiB")
+    assert row[-1] == "1.00 MiB"
+
+
+def test_a_step_that_was_not_traced_is_an_error() -> None:
+    with pytest.raises(UsageError, match="no trace of 'other'"):
+        work_table(RECORDS, "other")

@@ -1,0 +1,85 @@
+import csv
+import io
+
+import pytest
+from rich.console import Console
+
+from paceline.core import UsageError
+from paceline.reports.tables.table import records_table, render_csv, render_markdown, render_rich
+from tests.unit.reports.factory import attention_record, step_record
+
+
+def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
+    table = records_table([step_record(model="small"), step_record(model="medium", seconds=0.3)])
+    assert table.headers[:2] == ("model", "forward (ms)")
+    assert "batch 4" in table.caption
+    assert "model" not in table.caption
+    assert table.rows[1][:2] == ("medium", "300 ± 45.8")
+    assert table.rows[0][table.headers.index("peak")] == "3.00 GiB"
+
+
+def test_an_unknown_peak_is_not_applicable() -> None:
+    table = records_table([step_record(), step_record(model="xl", utilization=0.415)])
+    column = table.headers.index("MFU / causal")
+    assert [row[column] for row in table.rows] == ["n/a", "41.5% / 40.0%"]
+
+
+def test_memory_is_a_view_of_its_own() -> None:
+    table = records_table([step_record()], "memory")
+    assert table.headers[:3] == ("after init", "before optimizer", "in optimizer")
+    assert table.rows[0][:4] == ("1.00 GiB", "3.00 GiB", "2.00 GiB")
+    with pytest.raises(UsageError, match="'attention' have no memory view"):
+        records_table([attention_record(256, 16)], "memory")
+
+
+def test_a_case_that_did_not_run_says_so() -> None:
+    table = records_table([step_record(), step_record(model="2.7B", outcome="out_of_memory")])
+    assert table.rows[1] == ("2.7B", "out of memory", *["-"] * (len(table.headers) - 2))
+    assert table.notes == ("2.7B: out of memory: a reason",)
+    assert render_markdown(table).endswith("\n\n- 2.7B: out of memory: a reason\n")
+
+
+def test_a_shape_without_a_name_shows_its_dimensions() -> None:
+    records = [step_record(model="custom", d_model=64), step_record(model="custom", d_model=128)]
+    assert records_table(records).headers[0] == "d model"
+
+
+def test_one_sample_has_no_spread() -> None:
+    record = attention_record(1000, 16)
+    assert records_table([record]).rows[0][0] == "1.00"
+
+
+def test_markdown_is_a_table_and_escapes_pipes() -> None:
+    text = render_markdown(records_table([step_record(model="a|b"), step_record(model="c")]))
+    lines = text.splitlines()
+    assert lines[2].startswith("| model | forward (ms) |")
+    assert set(lines[3]) <= set("| -")
+    assert lines[4].startswith(r"| a\|b |")
+    assert len({line.replace(r"\|", "").count("|") for line in lines[2:]}) == 1
+
+
+def test_csv_is_complete_and_raw() -> None:
+    records = [step_record(seconds=0.25), step_record(model="xl", outcome="skipped")]
+    rows = list(csv.DictReader(io.StringIO(render_csv(records))))
+    assert float(rows[0]["forward_time_s"]) == 0.25
+    assert float(rows[0]["forward_time_s_std"]) > 0
+    assert rows[0]["hardware"] == "x"
+    assert (rows[1]["outcome"], rows[1]["reason"], rows[1]["forward_time_s"]) == (
+        "skipped",
+        "a reason",
+        "",
+    )
+
+
+def test_markup_in_a_record_is_text_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    records = [step_record(model="[red]x"), step_record(model="y")]
+    console.print(render_rich(records_table(records)))
+    assert "[red]x" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_one_table_has_one_kind() -> None:
+    with pytest.raises(UsageError, match=r"attention, step; choose with --kind"):
+        records_table([step_record(), attention_record(256, 16)])
+    with pytest.raises(UsageError, match="no records"):
+        records_table([])

@@ -1,0 +1,78 @@
+"""Intervals hold the truth as often as they say, and departures are warned of."""
+
+import time
+
+import numpy as np
+import pytest
+
+from paceline.scaling import LossSurface, SweepDesign, synthetic_sweep
+from paceline.scaling.fits.bootstrap import draw_counts
+from paceline.scaling.fits.parametric import fit_parametric
+from paceline.scaling.validation.coverage import coverage_study, warning_study
+from paceline.scaling.validation.synthetic import Departure
+
+
+def test_coverage_of_a_few_sweeps() -> None:
+    seen = []
+    studied = coverage_study(num_sweeps=40, num_draws=100, noise=0.005, on_progress=seen.append)
+    by_method = {coverage.method: coverage for coverage in studied}
+    assert set(by_method) == {"parametric", "parabola", "lowest_run"}
+    # Forty sweeps tell a 90% interval from a 60% one, not from an 85% one.
+    assert by_method["parametric"].covered > 0.75
+    assert by_method["parametric"].deviation < by_method["lowest_run"].deviation
+    assert seen[-1] == 40
+
+
+@pytest.mark.slow
+def test_coverage() -> None:
+    studied = coverage_study(num_sweeps=500, num_draws=200, noise=0.005)
+    (parametric,) = [coverage for coverage in studied if coverage.method == "parametric"]
+    assert 0.85 <= parametric.covered <= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "departure",
+    [Departure(drift=0.2), Departure(untuned_learning_rate=0.005)],
+    ids=["drifting optimum", "untuned learning rate"],
+)
+def test_departures_are_warned_of(departure: Departure) -> None:
+    warned, _bias = warning_study(num_sweeps=100, noise=0.005, departure=departure)
+    assert warned >= 0.9
+
+
+def test_a_departure_that_biases_the_answer_is_warned_of() -> None:
+    departure = Departure(untuned_learning_rate=0.005)
+    warned, bias = warning_study(num_sweeps=5, noise=0.003, departure=departure)
+    assert warned == 1
+    assert bias < -0.5
+
+
+def test_speed(surface: LossSurface) -> None:
+    """Generous bounds on processor time; docs/scaling-laws.md has what was measured."""
+    sweep = synthetic_sweep(surface, noise=0.005)
+    fit_parametric(sweep, np.ones((1, len(sweep))))
+    began = time.process_time()
+    fit_parametric(sweep, np.ones((1, len(sweep))))
+    assert time.process_time() - began < 0.1
+    began = time.process_time()
+    fit_parametric(sweep, draw_counts(sweep, 1000))
+    assert time.process_time() - began < 10
+
+
+def test_ten_thousand_runs_in_linear_memory(surface: LossSurface) -> None:
+    import tracemalloc
+
+    def peak(num_budgets: int) -> int:
+        budgets = tuple(np.geomspace(1e18, 1e21, num_budgets))
+        sweep = synthetic_sweep(surface, SweepDesign(budgets=budgets, num_sizes=10), noise=0.005)
+        counts = draw_counts(sweep, 20)
+        tracemalloc.start()
+        fit_parametric(sweep, counts)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    small, large = peak(100), peak(1000)
+    assert large < 12 * small
+    assert large < 300e6

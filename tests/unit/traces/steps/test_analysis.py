@@ -1,0 +1,276 @@
+"""Where a trace's time went, against looking at every instant."""
+
+import pathlib
+import tempfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.ranges import FORWARD, WAIT, short_name, step_range
+from paceline.traces.events.op_classes import Work
+from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
+from paceline.traces.steps.operators import EVERYWHERE
+from paceline.traces.steps.overlap import INTERPRETER_PAUSE_NS
+from tests.unit.traces.trace_files import Span, rank_name, write_trace
+
+# Times are multiples of this, so that pauses of one or two are the interpreter's and longer not.
+UNIT_US = 200
+_LONGEST_PAUSE = INTERPRETER_PAUSE_NS // (UNIT_US * 1000)
+
+MAIN, OTHER, LINE = 1, 2, 3
+
+
+def _span(
+    category: str, name: str, start: int, end: int, thread: int = MAIN, rank: int = 0
+) -> Span:
+    return Span(category, name, start * UNIT_US, (end - start) * UNIT_US, thread, process=rank)
+
+
+def _analyse(spans: list[Span]) -> TraceAnalysis:
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "trace.json"
+        ranks = sorted({span.process for span in spans})
+        return analyse_trace(write_trace(path, spans, *(rank_name(rank, rank) for rank in ranks)))
+
+
+def _units(nanoseconds: int) -> float:
+    return nanoseconds / (UNIT_US * 1000)
+
+
+def _parts(step: StepOverlap) -> dict[str, float]:
+    times = step.times
+    assert step.compute + step.contention + times.exposed + times.idle == times.step
+    return {
+        "step": _units(times.step),
+        "busy": _units(times.busy),
+        "communication": _units(times.communication),
+        "overlapped": _units(times.overlapped),
+        "exposed": _units(times.exposed),
+        "idle": _units(times.idle),
+    }
+
+
+def _cells(spans: list[Span], start: int, end: int) -> set[int]:
+    cells = set()
+    for span in spans:
+        first = round(span.start / UNIT_US)
+        cells |= set(range(first, first + round(span.duration / UNIT_US)))
+    return cells & set(range(start, end))
+
+
+def _expected(spans: list[Span], start: int, end: int) -> dict[str, float]:
+    """Looks at every instant of a step of the only rank."""
+    touching = [
+        span
+        for span in spans
+        if span.start < end * UNIT_US and span.start + max(span.duration, 0.001) > start * UNIT_US
+    ]
+    messages = [span for span in touching if span.name.startswith("gloo:")]
+    lines = {span.thread for span in messages}
+    work = _cells(
+        [s for s in touching if s.category == "cpu_op" and s.thread not in lines], start, end
+    )
+    waiting = _cells([span for span in touching if span.name == WAIT], start, end)
+    busy = set(work)
+    for cell in work:
+        pause = next(
+            (length for length in range(_LONGEST_PAUSE + 1) if cell + 1 + length in work), 0
+        )
+        busy |= {cell + 1 + index for index in range(pause)} - waiting
+    communicating = _cells(messages, start, end)
+    return {
+        "step": end - start,
+        "busy": len(busy),
+        "communication": len(communicating),
+        "overlapped": len(busy & communicating),
+        "exposed": len(communicating - busy),
+        "idle": end - start - len(busy | communicating),
+    }
+
+
+_TIMES = st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda pair: (pair[0], sum(pair)))
+_EVENTS = st.lists(
+    st.one_of(
+        st.builds(
+            lambda times, name, thread: _span("cpu_op", name, *times, thread),
+            _TIMES,
+            st.sampled_from(["aten::mm", "aten::add", "c", "d"]),
+            st.sampled_from([MAIN, OTHER]),
+        ),
+        st.builds(lambda times: _span("user_annotation", "gloo:all_reduce", *times, LINE), _TIMES),
+        st.builds(lambda times: _span("user_annotation", WAIT, *times), _TIMES),
+        st.builds(lambda times: _span("python_function", "noise", *times), _TIMES),
+        st.builds(lambda times: _span("cpu_op", "of the line", *times, LINE), _TIMES),
+    ),
+    max_size=25,
+)
+
+
+@given(_EVENTS, st.integers(0, 30), st.integers(1, 40), st.integers(0, 3), st.integers(1, 30))
+def test_steps_are_divided_as_by_looking_at_every_instant(
+    events: list[Span], first_start: int, first_length: int, between: int, second_length: int
+) -> None:
+    windows = [(first_start, first_start + first_length)]
+    windows.append((windows[0][1] + between, windows[0][1] + between + second_length))
+    # c10d's own operators, which only start a collective, are no work.
+    spans = [
+        *events,
+        _span("cpu_op", "c10d::allreduce_", 0, 90),
+        *(_span("user_annotation", step_range("label"), *window) for window in windows),
+    ]
+    analysis = _analyse(spans)
+    assert [step.label for step in analysis.steps] == ["label", "label"]
+    for step, window in zip(analysis.steps, windows, strict=True):
+        assert _parts(step) == _expected(events, *window)
+        assert sum(_units(message.end - message.start) for message in step.times.messages) == sum(
+            len(_cells([span], *window)) for span in events if span.name.startswith("gloo:")
+        )
+
+
+@given(_EVENTS)
+def test_without_named_steps_all_of_a_trace_is_one(events: list[Span]) -> None:
+    analysis = _analyse([*events, _span("cpu_op", "first", 0, 1)])
+    end = max(
+        [
+            1,
+            *(
+                round((s.start + s.duration) / UNIT_US)
+                for s in events
+                if s.category != "python_function"
+            ),
+        ]
+    )
+    (step,) = analysis.steps
+    assert _parts(step) == _expected([*events, _span("cpu_op", "first", 0, 1)], 0, end)
+
+
+@given(_EVENTS, st.integers(0, 30), st.integers(0, 30))
+def test_operators_are_counted_inside_of_ranges(
+    events: list[Span], start: int, length: int
+) -> None:
+    spans = [
+        *events,
+        _span("user_annotation", step_range(""), 0, 80),
+        _span("user_annotation", FORWARD, start, start + length),
+    ]
+    rows = _analyse(spans).operators
+    has_message = any(span.name.startswith("gloo:") for span in events)
+    for name in ("aten::mm", "aten::add", "of the line"):
+        found = {row.range_name: row for row in rows if row.name == name}
+        own = [
+            span
+            for span in events
+            if span.name == name and not (has_message and span.thread == LINE)
+        ]
+        assert (found[EVERYWHERE].num_calls if EVERYWHERE in found else 0) == len(own)
+        inside = [
+            span for span in own if start * UNIT_US <= span.start < (start + length) * UNIT_US
+        ]
+        assert (found[short_name(FORWARD)].num_calls if short_name(FORWARD) in found else 0) == len(
+            inside
+        )
+    everywhere = [row for row in rows if row.range_name == EVERYWHERE]
+    busy = sum(
+        len(_cells([s for s in events if s.category == "cpu_op" and s.thread == thread], 0, 80))
+        for thread in ((MAIN, OTHER) if has_message else (MAIN, OTHER, LINE))
+    )
+    assert sum(_units(row.own) for row in everywhere) == busy
+
+
+def test_products_are_counted_with_their_operations() -> None:
+    spans = [
+        _span("user_annotation", step_range(""), 0, 20),
+        Span("cpu_op", "aten::linear", 0, 1000, input_dims=((5, 7), (3, 7))),
+        Span("cpu_op", "aten::mm", 200, 600, input_dims=((5, 7), (7, 3))),
+        Span("cpu_op", "aten::addmm", 1200, 600, input_dims=((3,), (5, 7), (7, 3))),
+        Span("cpu_op", "aten::bmm", 2000, 600, input_dims=((2, 5, 7), (2, 7, 3))),
+    ]
+    rows = {row.name: row for row in _analyse(spans).operators if row.range_name == EVERYWHERE}
+    assert {name: row.flops for name, row in rows.items()} == {
+        "aten::linear": 0,
+        "aten::mm": 210,
+        "aten::addmm": 210,
+        "aten::bmm": 420,
+    }
+    assert rows["aten::linear"].own == 400_000
+    assert all(row.work == Work.MATMUL for row in rows.values())
+
+
+def test_kernels_and_nccl_make_the_time_line_of_a_gpu() -> None:
+    spans = [
+        _span("user_annotation", step_range(""), 0, 20),
+        _span("cpu_op", "aten::mm", 0, 18),
+        _span("kernel", "sm80_xmma_gemm_f32f32", 2, 8, thread=7),
+        _span(
+            "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 6, 14, thread=20
+        ),
+        _span("gpu_memcpy", "Memcpy DtoD", 10, 11, thread=7),
+        _span("gpu_user_annotation", FORWARD, 2, 9, thread=7),
+        _span("gpu_user_annotation", "nccl:all_reduce", 6, 14, thread=20),
+    ]
+    analysis = _analyse(spans)
+    (step,) = analysis.steps
+    assert _parts(step) == {
+        "step": 20, "busy": 7, "communication": 8, "overlapped": 3, "exposed": 5, "idle": 8,
+    }  # fmt: skip
+    assert [(row.range_name, row.work) for row in analysis.operators] == [
+        (short_name(FORWARD), Work.MATMUL),
+        (EVERYWHERE, Work.MATMUL),
+        (EVERYWHERE, Work.COPY),
+    ]
+
+
+def test_what_an_operator_takes_longer_beside_communication_is_contention() -> None:
+    dims = ((8, 8), (8, 8))
+    spans = [
+        Span("user_annotation", step_range("alone"), 0, 10_000),
+        Span("cpu_op", "aten::mm", 1000, 2000, input_dims=dims),
+        Span("cpu_op", "aten::mm", 3000, 4000, input_dims=((9, 9), (9, 9))),
+        Span("user_annotation", step_range("beside"), 20_000, 10_000),
+        Span("cpu_op", "aten::mm", 21_000, 2700, input_dims=dims),
+        Span("cpu_op", "never seen alone", 24_000, 1000),
+        Span("user_annotation", "gloo:all_reduce", 20_500, 5000, thread=LINE),
+    ]
+    alone, beside = _analyse(spans).steps
+    assert (alone.contention, beside.contention) == (0, 700_000)
+    assert beside.compute + 700_000 == beside.times.busy
+
+
+def test_ranks_are_told_apart_and_the_profilers_steps_are_found() -> None:
+    spans = [
+        _span("user_annotation", f"ProfilerStep#{index}", 10 * index, 10 * index + 10, rank=rank)
+        for rank in (0, 1)
+        for index in (0, 1)
+    ]
+    spans += [_span("cpu_op", "x", 2, 5, rank=0), _span("cpu_op", "x", 12, 19, rank=1)]
+    analysis = _analyse(spans)
+    assert [(s.rank, s.index, _units(s.times.busy)) for s in analysis.steps] == [
+        (0, 0, 3), (0, 1, 0), (1, 0, 0), (1, 1, 7),
+    ]  # fmt: skip
+
+
+def test_an_operator_over_the_border_counts_in_both_steps_and_is_called_once() -> None:
+    spans = [
+        _span("user_annotation", step_range(""), 0, 10),
+        _span("user_annotation", step_range(""), 10, 20),
+        _span("cpu_op", "x", 5, 12),
+    ]
+    analysis = _analyse(spans)
+    assert [_units(step.times.busy) for step in analysis.steps] == [5, 2]
+    assert [
+        (row.num_calls, _units(row.own))
+        for row in analysis.operators
+        if row.range_name == EVERYWHERE
+    ] == [(1, 7)]
+
+
+def test_too_many_steps_are_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.traces.events.reader import TraceError
+
+    monkeypatch.setattr("paceline.traces.steps.timeline.MAX_STEPS", 3)
+    spans = [_span("user_annotation", step_range(""), n, n + 1) for n in range(4)]
+    with pytest.raises(TraceError, match="more than 3 steps"):
+        analyse_trace(write_trace(tmp_path / "trace.json", spans))
