@@ -81,7 +81,7 @@ def test_planning_without_torch(tmp_path: pathlib.Path) -> None:
     "verb",
     [
         ["bench", "ddp"],
-        ["bench", "optimizer"],
+        ["bench", "memory"],
         ["profile", "step", "--out", "profile"],
         ["calibrate"],
         ["plan", "memory"],

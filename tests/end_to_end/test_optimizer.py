@@ -8,7 +8,7 @@ from paceline.records import Record, join_key
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, run
 
 SMALL = [
-    *("bench", "optimizer", "--model", "bytes-34M", "--num-layers", "2", "--d-model", "64"),
+    *("bench", "memory", "--model", "bytes-34M", "--num-layers", "2", "--d-model", "64"),
     *("--num-heads", "2", "--batch", "2", "--context", "32", "--warmup", "1", "--steps", "2"),
     "--json",
 ]

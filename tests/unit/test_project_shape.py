@@ -22,7 +22,7 @@ EXPORTS = {
         "DType",
         "Device",
         "Estimate",
-        "Figure",
+        "SourcedValue",
         "HardwareError",
         "Link",
         "ModelShape",

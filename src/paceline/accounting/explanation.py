@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
+class WorkedLine:
     """One line of working."""
 
     formula: str
@@ -26,7 +26,7 @@ class Explanation:
 
     question: str
     assumptions: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[WorkedLine, ...]
     values: Mapping[str, float]
     """The answers as numbers, named like metrics, units in their names."""
 

@@ -72,7 +72,7 @@ class DataParallelCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerCommand:
+class MemoryCommand:
     """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
 
     sweep: OptimizerSweep
@@ -94,7 +94,7 @@ Subject: TypeAlias = (
     | AttentionCommand
     | CommunicationCommand
     | DataParallelCommand
-    | OptimizerCommand
+    | MemoryCommand
     | KernelCommand
 )
 
@@ -108,7 +108,7 @@ class BenchCommand:
         | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
         | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
         | Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
-        | Annotated[OptimizerCommand, tyro.conf.subcommand("optimizer")]
+        | Annotated[MemoryCommand, tyro.conf.subcommand("memory")]
         | Annotated[KernelCommand, tyro.conf.subcommand("kernels")]
     )
 
@@ -159,7 +159,7 @@ def _records(
         logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
         return data_parallel_records(subject.sweep, on_progress)
 
-    if isinstance(subject, OptimizerCommand):
+    if isinstance(subject, MemoryCommand):
         from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
 
         return optimizer_records(subject.sweep)

@@ -13,8 +13,8 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.core.finding import Finding
     from paceline.scaling import ScalingFit
-    from paceline.scaling.checks.findings import Finding
 
 _Runs = Annotated[pathlib.Path, tyro.conf.Positional]
 

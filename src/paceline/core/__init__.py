@@ -8,7 +8,7 @@ from paceline.core.errors import (
     ShapeError,
     UsageError,
 )
-from paceline.core.hardware import Device, Figure, Link
+from paceline.core.hardware import Device, Link, SourcedValue
 from paceline.core.plan import Estimate, ParallelLayout, Plan
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import BatchShape, DType, ModelShape, Precision, precision_preset
@@ -18,7 +18,6 @@ __all__ = [
     "DType",
     "Device",
     "Estimate",
-    "Figure",
     "HardwareError",
     "Link",
     "ModelShape",
@@ -28,6 +27,7 @@ __all__ = [
     "Precision",
     "RecordError",
     "ShapeError",
+    "SourcedValue",
     "UsageError",
     "find_device",
     "known_devices",

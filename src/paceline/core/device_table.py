@@ -16,20 +16,20 @@ Conventions, the same for all:
 from collections.abc import Mapping
 
 from paceline.core.errors import HardwareError
-from paceline.core.hardware import Device, Figure, Link
+from paceline.core.hardware import Device, Link, SourcedValue
 from paceline.core.specs import DType
 from paceline.core.units import GB
 
 
-def _peaks(source: str, flops: Mapping[DType, float]) -> dict[DType, Figure]:
+def _peaks(source: str, flops: Mapping[DType, float]) -> dict[DType, SourcedValue]:
     """Makes the peaks that one document states."""
-    return {dtype: Figure(value, source) for dtype, value in flops.items()}
+    return {dtype: SourcedValue(value, source) for dtype, value in flops.items()}
 
 
 def _link(name: str, both_directions_gb_per_s: float, source: str) -> Link:
     """Makes a link from the figure that vendors print, which adds both directions up."""
     derivation = f"{source}: {both_directions_gb_per_s:,} GB/s in both directions, halved"
-    return Link(name=name, bytes_per_s=Figure(both_directions_gb_per_s * GB / 2, derivation))
+    return Link(name=name, bytes_per_s=SourcedValue(both_directions_gb_per_s * GB / 2, derivation))
 
 
 _V100_DATASHEET = "NVIDIA V100 datasheet, V100 SXM2"
@@ -76,8 +76,8 @@ DEVICES: tuple[Device, ...] = (
         description="NVIDIA V100 SXM2 16 GB",
         reported_names=("Tesla V100-SXM2-16GB",),
         peak_flops=_V100_PEAKS,
-        memory_bytes=Figure(16 * GB, _V100_DATASHEET),
-        memory_bytes_per_s=Figure(900 * GB, _V100_DATASHEET),
+        memory_bytes=SourcedValue(16 * GB, _V100_DATASHEET),
+        memory_bytes_per_s=SourcedValue(900 * GB, _V100_DATASHEET),
         links=_V100_LINKS,
     ),
     Device(
@@ -85,8 +85,8 @@ DEVICES: tuple[Device, ...] = (
         description="NVIDIA V100 SXM2 32 GB",
         reported_names=("Tesla V100-SXM2-32GB",),
         peak_flops=_V100_PEAKS,
-        memory_bytes=Figure(32 * GB, _V100_DATASHEET),
-        memory_bytes_per_s=Figure(900 * GB, _V100_DATASHEET),
+        memory_bytes=SourcedValue(32 * GB, _V100_DATASHEET),
+        memory_bytes_per_s=SourcedValue(900 * GB, _V100_DATASHEET),
         links=_V100_LINKS,
     ),
     Device(
@@ -95,8 +95,8 @@ DEVICES: tuple[Device, ...] = (
         # Older drivers leave the vendor out.
         reported_names=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         peak_flops=_A100_PEAKS,
-        memory_bytes=Figure(40 * GB, f"{_A100_DATASHEET}, A100 40GB SXM"),
-        memory_bytes_per_s=Figure(1_555 * GB, f"{_A100_DATASHEET}, A100 40GB SXM"),
+        memory_bytes=SourcedValue(40 * GB, f"{_A100_DATASHEET}, A100 40GB SXM"),
+        memory_bytes_per_s=SourcedValue(1_555 * GB, f"{_A100_DATASHEET}, A100 40GB SXM"),
         links=(_link("NVLink 3", 600, f"{_A100_DATASHEET}, SXM"), _A100_PCIE_LINK),
     ),
     Device(
@@ -104,8 +104,8 @@ DEVICES: tuple[Device, ...] = (
         description="NVIDIA A100 SXM4 80 GB",
         reported_names=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
         peak_flops=_A100_PEAKS,
-        memory_bytes=Figure(80 * GB, f"{_A100_DATASHEET}, A100 80GB SXM"),
-        memory_bytes_per_s=Figure(2_039 * GB, f"{_A100_DATASHEET}, A100 80GB SXM"),
+        memory_bytes=SourcedValue(80 * GB, f"{_A100_DATASHEET}, A100 80GB SXM"),
+        memory_bytes_per_s=SourcedValue(2_039 * GB, f"{_A100_DATASHEET}, A100 80GB SXM"),
         links=(_link("NVLink 3", 600, f"{_A100_DATASHEET}, SXM"), _A100_PCIE_LINK),
     ),
     Device(
@@ -113,8 +113,8 @@ DEVICES: tuple[Device, ...] = (
         description="NVIDIA A100 PCIe 80 GB",
         reported_names=("NVIDIA A100 80GB PCIe",),
         peak_flops=_A100_PEAKS,
-        memory_bytes=Figure(80 * GB, f"{_A100_DATASHEET}, A100 80GB PCIe"),
-        memory_bytes_per_s=Figure(1_935 * GB, f"{_A100_DATASHEET}, A100 80GB PCIe"),
+        memory_bytes=SourcedValue(80 * GB, f"{_A100_DATASHEET}, A100 80GB PCIe"),
+        memory_bytes_per_s=SourcedValue(1_935 * GB, f"{_A100_DATASHEET}, A100 80GB PCIe"),
         links=(
             _link("NVLink 3 bridge", 600, f"{_A100_DATASHEET}, PCIe, bridge between two cards"),
             _A100_PCIE_LINK,
@@ -135,8 +135,8 @@ DEVICES: tuple[Device, ...] = (
                 "float8": 1_978.9e12,
             },
         ),
-        memory_bytes=Figure(80 * GB, f"{_H100_DATASHEET}, H100 SXM"),
-        memory_bytes_per_s=Figure(3_350 * GB, f"{_H100_DATASHEET}, H100 SXM"),
+        memory_bytes=SourcedValue(80 * GB, f"{_H100_DATASHEET}, H100 SXM"),
+        memory_bytes_per_s=SourcedValue(3_350 * GB, f"{_H100_DATASHEET}, H100 SXM"),
         links=(
             _link("NVLink 4", 900, f"{_H100_DATASHEET}, H100 SXM"),
             _link("PCIe 5.0 x16", 128, f"{_H100_DATASHEET}, H100 SXM"),
@@ -159,8 +159,8 @@ DEVICES: tuple[Device, ...] = (
                 "float8": 3_026e12 / 2,
             },
         ),
-        memory_bytes=Figure(80 * GB, f"{_H100_DATASHEET}, H100 PCIe"),
-        memory_bytes_per_s=Figure(2_000 * GB, f"{_H100_DATASHEET}, H100 PCIe, 2 TB/s"),
+        memory_bytes=SourcedValue(80 * GB, f"{_H100_DATASHEET}, H100 PCIe"),
+        memory_bytes_per_s=SourcedValue(2_000 * GB, f"{_H100_DATASHEET}, H100 PCIe, 2 TB/s"),
         links=(
             _link("NVLink 4 bridge", 600, f"{_H100_DATASHEET}, H100 PCIe, bridge of two cards"),
             _link("PCIe 5.0 x16", 128, f"{_H100_DATASHEET}, H100 PCIe"),
@@ -180,8 +180,8 @@ DEVICES: tuple[Device, ...] = (
                 "float8": 3_958e12 / 2,
             },
         ),
-        memory_bytes=Figure(141 * GB, _H200_DATASHEET),
-        memory_bytes_per_s=Figure(4_800 * GB, _H200_DATASHEET),
+        memory_bytes=SourcedValue(141 * GB, _H200_DATASHEET),
+        memory_bytes_per_s=SourcedValue(4_800 * GB, _H200_DATASHEET),
         links=(
             _link("NVLink 4", 900, _H200_DATASHEET),
             _link("PCIe 5.0 x16", 128, _H200_DATASHEET),
@@ -206,10 +206,10 @@ DEVICES: tuple[Device, ...] = (
                 "float8": 72e15 / 16,
             },
         ),
-        memory_bytes=Figure(
+        memory_bytes=SourcedValue(
             180 * GB, f"{_DGX_B200_DATASHEET}, 1,440 GB in eight devices, divided by eight"
         ),
-        memory_bytes_per_s=Figure(
+        memory_bytes_per_s=SourcedValue(
             8_000 * GB, f"{_DGX_B200_DATASHEET}, 64 TB/s in eight devices, divided by eight"
         ),
         links=(
@@ -235,8 +235,8 @@ DEVICES: tuple[Device, ...] = (
             f"{_MI300X_DATASHEET}, TF32 matrix rate without sparsity (xf32 in the ISA)",
             {"tfloat32": 653.7e12},
         ),
-        memory_bytes=Figure(192 * GB, _MI300X_DATASHEET),
-        memory_bytes_per_s=Figure(5_300 * GB, _MI300X_DATASHEET),
+        memory_bytes=SourcedValue(192 * GB, _MI300X_DATASHEET),
+        memory_bytes_per_s=SourcedValue(5_300 * GB, _MI300X_DATASHEET),
         links=(
             _link("Infinity Fabric", 7 * 128, f"{_MI300X_DATASHEET}, seven links of 128 GB/s"),
             _link("PCIe 5.0 x16", 128, _MI300X_DATASHEET),
@@ -250,8 +250,8 @@ DEVICES: tuple[Device, ...] = (
         description="Google TPU v5p 95 GB",
         reported_names=("TPU v5p", "TPU v5"),
         peak_flops=_peaks(_TPU_V5P_GUIDE, {"bfloat16": 459e12}),
-        memory_bytes=Figure(95 * GB, f"{_TPU_V5P_GUIDE}, 95 GB (later editions say GiB)"),
-        memory_bytes_per_s=Figure(2_765 * GB, _TPU_V5P_GUIDE),
+        memory_bytes=SourcedValue(95 * GB, f"{_TPU_V5P_GUIDE}, 95 GB (later editions say GiB)"),
+        memory_bytes_per_s=SourcedValue(2_765 * GB, _TPU_V5P_GUIDE),
         links=(_link("ICI", 1_200, _TPU_V5P_GUIDE),),
     ),
     Device(
@@ -267,8 +267,8 @@ DEVICES: tuple[Device, ...] = (
                 "float16": 71e12,
             },
         ),
-        memory_bytes=Figure(24 * GB, f"{_GA102_WHITEPAPER}, appendix A"),
-        memory_bytes_per_s=Figure(936 * GB, f"{_GA102_WHITEPAPER}, appendix A"),
+        memory_bytes=SourcedValue(24 * GB, f"{_GA102_WHITEPAPER}, appendix A"),
+        memory_bytes_per_s=SourcedValue(936 * GB, f"{_GA102_WHITEPAPER}, appendix A"),
         links=(
             _link("NVLink 3 bridge", 112.5, f"{_GA102_WHITEPAPER}, third-generation NVLink"),
             _link("PCIe 4.0 x16", 64, f"{_GA102_WHITEPAPER}, PCIe Gen 4"),
@@ -288,8 +288,8 @@ DEVICES: tuple[Device, ...] = (
                 "float8": 330.3e12,
             },
         ),
-        memory_bytes=Figure(24 * GB, f"{_ADA_WHITEPAPER}, appendix A"),
-        memory_bytes_per_s=Figure(1_008 * GB, f"{_ADA_WHITEPAPER}, appendix A"),
+        memory_bytes=SourcedValue(24 * GB, f"{_ADA_WHITEPAPER}, appendix A"),
+        memory_bytes_per_s=SourcedValue(1_008 * GB, f"{_ADA_WHITEPAPER}, appendix A"),
         links=(
             _link(
                 "PCIe 4.0 x16", 64, f"{_ADA_WHITEPAPER} (PCIe Gen 4), 16 lanes of 16 GT/s each way"

@@ -13,7 +13,7 @@ from paceline.core.specs import DType
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class SourcedValue:
     """A number and where it is stated."""
 
     value: float
@@ -28,7 +28,7 @@ class Link:
 
     name: str
     """What the vendor calls it."""
-    bytes_per_s: Figure
+    bytes_per_s: SourcedValue
     """Bandwidth of one device in one direction, all its lanes together."""
 
 
@@ -42,16 +42,16 @@ class Device:
     """Name for people, with form factor and memory size."""
     reported_names: tuple[str, ...]
     """What the driver calls it (``torch.cuda.get_device_name``)."""
-    peak_flops: Mapping[DType, Figure]
+    peak_flops: Mapping[DType, SourcedValue]
     """Dense matrix FLOP/s by operand format, accumulating in float32."""
-    memory_bytes: Figure
+    memory_bytes: SourcedValue
     """Memory capacity as advertised."""
-    memory_bytes_per_s: Figure
+    memory_bytes_per_s: SourcedValue
     """Memory bandwidth."""
     links: tuple[Link, ...]
     """Links to other devices, the fastest first."""
 
-    def peak(self, dtype: DType) -> Figure:
+    def peak(self, dtype: DType) -> SourcedValue:
         """Returns the peak for operands of `dtype`, or says which formats are known."""
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)

@@ -13,7 +13,7 @@ from paceline.accounting.communication.compute_bound import (
     smallest_batch_tokens,
     smallest_batch_tokens_of_any_mesh,
 )
-from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape
@@ -84,23 +84,23 @@ def _memory(shape: ModelShape) -> Explanation:
             "bfloat16 inputs of both matrices of every block saved; activations come on top",
         ),
         steps=(
-            Step(
+            WorkedLine(
                 formula="P = L · 2 · d_model · d_ff",
                 numbers=f"{shape.num_layers} · 2 · {shape.d_model} · {shape.d_ff}",
                 result=f"{num_parameters:,} parameters",
             ),
-            Step(
+            WorkedLine(
                 formula="states = 16 P",
                 numbers=f"16 · {num_parameters:,}",
                 result=f"{format_gigabytes(to_gigabytes(states), 1)} = "
                 f"{format_gibibytes(to_gibibytes(states))}",
             ),
-            Step(
+            WorkedLine(
                 formula="saved per token = 2 L (d_model + d_ff)",
                 numbers=f"2 · {shape.num_layers} · ({shape.d_model} + {shape.d_ff})",
                 result=f"{saved:,} bytes",
             ),
-            Step(
+            WorkedLine(
                 formula="devices = ceil(states / 80 GiB), or of 80 GB",
                 numbers=f"{to_gibibytes(states):,.1f} / 80, or {to_gigabytes(states):,.1f} / 80",
                 result=f"{in_gib}, or {in_gb} H100 before activations",
@@ -130,18 +130,18 @@ def _sharded_memory(shape: ModelShape) -> Explanation:
             "A bytes saved for backward on each device, of which every second layer's are sharded",
         ),
         steps=(
-            Step(
+            WorkedLine(
                 formula="M = (16 P + A / 2) / N + A / 2",
                 numbers="A -> 0, so that M = 16 P / N = 95 GiB or 95 GB",
                 result=f"N = {in_gib} in GiB, {in_gb} in GB",
             ),
-            Step(
+            WorkedLine(
                 formula="N = ceil((16 P + A / 2) / (M - A / 2))",
                 numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = "
                 f"{format_gigabytes(to_gigabytes(2 * half), 1)}",
                 result=f"N = {with_tokens}",
             ),
-            Step(
+            WorkedLine(
                 formula="A / 2 < M",
                 numbers=f"tokens < 2 · {format_gigabytes(to_gigabytes(capacity), 1)} / "
                 f"{saved:,} bytes",
@@ -161,7 +161,7 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
     gamma = _COMPUTE / _BANDWIDTH
     num_devices = _FSDP * _TENSOR
     steps = [
-        Step(
+        WorkedLine(
             formula="gamma = C / W",
             numbers=f"{_COMPUTE:.2g} / {_BANDWIDTH:.2g}",
             result=f"{gamma:,.1f} FLOPs per byte",
@@ -183,7 +183,7 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
         values[f"batch_tokens_{communications}"] = batch
         joined = "+" if communications == "add" else "and also"
         steps.append(
-            Step(
+            WorkedLine(
                 formula=f"F / (Y M_X) {joined} B / (X M_Y) < B F / (N gamma), {phrase}",
                 numbers=f"{shape.d_ff} / ({_TENSOR} · {_FSDP_AXES}) {joined} "
                 f"B / ({_FSDP} · {_TENSOR_AXES}) < "
@@ -230,7 +230,7 @@ def _any_mesh(shape: ModelShape) -> Explanation:
         values[f"tensor_{communications}"] = num_devices / fsdp
         factor = "4 · " if communications == "add" else ""
         steps.append(
-            Step(
+            WorkedLine(
                 formula=f"B = {factor}N gamma² / (F M_X M_Y), {phrase}",
                 numbers=f"{factor}{num_devices} · {gamma:,.1f}² / "
                 f"({shape.d_ff} · {_FSDP_AXES} · {_TENSOR_AXES})",

@@ -325,13 +325,13 @@ DELIVERABLES: tuple[Deliverable, ...] = (
                 question="What does a rank hold after initialisation, before and after the "
                 "optimizer's step, with and without sharding, and what is it for?",
                 answer=sharding.answer_memory,
-                commands=("paceline bench optimizer --model small",),
+                commands=("paceline bench memory --model small",),
             ),
             Part(
                 title="Time",
                 question="What does sharding do to the time of a step?",
                 answer=sharding.answer_time,
-                commands=("paceline bench optimizer --model small",),
+                commands=("paceline bench memory --model small",),
             ),
             Part(
                 title="Accounting, and ZeRO stage 1",

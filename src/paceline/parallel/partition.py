@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.accounting.communication.buckets import deal_out, equal_share
+from paceline.accounting.communication.buckets import assign_largest_first, equal_share
 from paceline.parallel.buckets import (
     BucketPlan,
     Slot,
@@ -92,7 +92,7 @@ def _deal_out(plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int])
     places = sorted(slot.tensor for slot in plan.slots)
     sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
     owned: list[list[int]] = [[] for _ in loads]
-    for place, owner in zip(places, deal_out(sizes, loads), strict=True):
+    for place, owner in zip(places, assign_largest_first(sizes, loads), strict=True):
         owned[owner].append(place)
     order = [place for of_rank in owned for place in of_rank]
     placed = place_tensors(tensors, order, plan.dtype, plan.device)

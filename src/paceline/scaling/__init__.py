@@ -4,9 +4,9 @@
 with them, `decide` answers for a budget, `propose_runs` says what to run next.
 """
 
+from paceline.core.finding import Finding
 from paceline.scaling.allocation.decide import Decision, decide
 from paceline.scaling.checks.diagnose import diagnose
-from paceline.scaling.checks.findings import Finding
 from paceline.scaling.experiments.campaign import propose_runs
 from paceline.scaling.fits.all_methods import ScalingFit, fit
 from paceline.scaling.fits.prediction import Prediction, predict

@@ -4,11 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.records import Metric, Record, capture_environment
 from paceline.scaling.allocation.decide import Decision
 from paceline.scaling.checks.claims import AllocationCost
-from paceline.scaling.checks.findings import Finding
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.experiments.service import RunRequest
 from paceline.scaling.surface import tokens_for

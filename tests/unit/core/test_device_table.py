@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import HardwareError
-from paceline.core.hardware import Device, Figure
+from paceline.core.hardware import Device, SourcedValue
 from paceline.core.specs import DType
 from paceline.core.units import GB
 
@@ -30,7 +30,7 @@ EXPECTED_NAMES = {
 every_device = pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
 
 
-def figures_of(device: Device) -> Iterator[Figure]:
+def figures_of(device: Device) -> Iterator[SourcedValue]:
     yield from device.peak_flops.values()
     yield device.memory_bytes
     yield device.memory_bytes_per_s

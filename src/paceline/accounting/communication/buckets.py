@@ -104,7 +104,7 @@ def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = 
     return [*lengths, length] if length else lengths
 
 
-def deal_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+def assign_largest_first(sizes: Sequence[int], loads: list[int]) -> list[int]:
     """Returns who gets each thing; of ranks that have equally much, the first.
 
     Args:

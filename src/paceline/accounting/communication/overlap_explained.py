@@ -11,7 +11,7 @@ from paceline.accounting.communication.overlap import (
     exposed_s,
     optimal_num_buckets,
 )
-from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 
 
@@ -32,17 +32,17 @@ def explain_overhead(
         num_buckets = total_bytes / bucket_bytes
         least = float(balanced_overhead_s(**options, num_buckets=num_buckets))
         steps = (
-            Step(
+            WorkedLine(
                 formula="overhead(n) = s / (n w) + n o",
                 numbers="n buckets, of which only the last one's bytes are left to send at the end",
                 result="a sum that falls with n, then rises",
             ),
-            Step(
+            WorkedLine(
                 formula="n* = sqrt(s / (w o)), bucket* = sqrt(s w o)",
                 numbers=given,
                 result=f"{num_buckets:.1f} buckets of {format_binary_bytes(bucket_bytes)}",
             ),
-            Step(
+            WorkedLine(
                 formula="overhead(n*) = 2 sqrt(s o / w)",
                 numbers=given,
                 result=format_seconds(least),
@@ -57,17 +57,17 @@ def explain_overhead(
         )
         given += f", T = {format_seconds(backward_s)}"
         steps = (
-            Step(
+            WorkedLine(
                 formula="exposed(n) = max(o + s / (n w), T / n + n o + s / w - T)",
                 numbers="only the last bucket left to send, or a line that never rests",
                 result="a maximum that falls with n, then rises",
             ),
-            Step(
+            WorkedLine(
                 formula="n* = max(sqrt(T / o), (T - s / w) / o)",
                 numbers=given,
                 result=f"{num_buckets:.1f} buckets of {format_binary_bytes(bucket_bytes)}",
             ),
-            Step(formula="exposed(n*)", numbers=given, result=format_seconds(least)),
+            WorkedLine(formula="exposed(n*)", numbers=given, result=format_seconds(least)),
         )
         assumption = "gradients become ready evenly over backward of T seconds"
     return Explanation(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.memory.activations import Checkpointing, saved_for_backward
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.core.hardware import Device
@@ -76,7 +76,7 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
         values |= {f"{instant}_{name}_bytes": size for name, size in held.items()}
         values[f"{instant}_bytes"] = parts.total
         steps.append(
-            Step(
+            WorkedLine(
                 formula=f"{instant.replace('_', ' ')} = "
                 + " + ".join(name.replace("_", " ") for name in held),
                 numbers=" + ".join(format_binary_bytes(size) for size in held.values()),
@@ -93,7 +93,7 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
     values["saved_activation_bytes"] = saved.activations
     values["saved_weight_copy_bytes"] = saved.weight_copies
     steps.append(
-        Step(
+        WorkedLine(
             formula="kept for backward = activations + copies of weights",
             numbers=" + ".join(map(format_binary_bytes, dataclasses.astuple(saved))),
             result=format_binary_bytes(saved.total),
@@ -103,7 +103,7 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
         capacity = device.memory_bytes.value
         needed = plan.fewest_ranks(capacity)
         steps.append(
-            Step(
+            WorkedLine(
                 formula="ranks = the fewest whose peak fits",
                 numbers=f"{device.description}, {format_gigabytes(to_gigabytes(capacity))}",
                 result="no number of ranks is enough" if needed is None else str(needed),

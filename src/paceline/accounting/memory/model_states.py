@@ -29,7 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.communication.buckets import aligned, deal_out, divide_into_buckets
+from paceline.accounting.communication.buckets import (
+    aligned,
+    assign_largest_first,
+    divide_into_buckets,
+)
 from paceline.accounting.memory.shards import cut_unit
 from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
@@ -159,7 +163,7 @@ def _elements_held(
         return _rows(shape, world_size)
     if strategy in ("torch_zero", "torch_zero_view"):
         loads = [0] * world_size
-        owners = deal_out(sizes, loads)
+        owners = assign_largest_first(sizes, loads)
         return _Elements(
             num_parameters=whole,
             num_gradients=whole,

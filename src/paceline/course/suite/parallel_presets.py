@@ -142,7 +142,7 @@ def sharding_cases(scale: Scale) -> Iterator[BatteryCase]:
         name="sharding",
         deliverables=("optimizer_state_sharding",),
         arguments=(
-            *("bench", "optimizer", "--model", scale.sharded_model, "--device", scale.device),
+            *("bench", "memory", "--model", scale.sharded_model, "--device", scale.device),
             *("--world-size", str(scale.sharded_ranks), "--strategies", *scale.sharded),
             *("--warmup", "1", "--steps", "3"),
         ),

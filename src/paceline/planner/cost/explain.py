@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.explanation import Explanation, Step
+from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
@@ -97,7 +97,7 @@ def _assumptions(
 
 def _memory_steps(
     layout: ParallelLayout, layouts: Layouts, workload: Workload, memory: LayoutMemory
-) -> Iterator[Step]:
+) -> Iterator[WorkedLine]:
     num_parameters = count_parameters(workload.shape).total
     devices = f"({layout.tensor} * {layout.pipeline})"
     sizes = {
@@ -171,7 +171,7 @@ def _memory_steps(
 
 def _time_steps(
     layout: ParallelLayout, layouts: Layouts, workload: Workload, cluster: Cluster, terms: StepTime
-) -> Iterator[Step]:
+) -> Iterator[WorkedLine]:
     passes = _number(workload.num_micro_batches)
     layers = workload.shape.num_layers / layout.pipeline
     tokens = _number(workload.tokens) / layout.context
@@ -242,20 +242,20 @@ def _time_steps(
     for name, (formula, numbers) in working.items():
         seconds = _number(getattr(terms, name))
         if seconds or (name == "data_s" and layout.data_parallel * layout.context > 1):
-            yield Step(
+            yield WorkedLine(
                 formula=f"{name.removesuffix('_s')} = {formula}",
                 numbers=numbers,
                 result=format_seconds(seconds),
             )
-    yield Step(
+    yield WorkedLine(
         formula="step = " + " + ".join(name.removesuffix("_s") for name in working),
         numbers=" + ".join(format_seconds(_number(getattr(terms, name))) for name in working),
         result=format_seconds(_number(terms.total_s)),
     )
 
 
-def _bytes_step(formula: str, numbers: str, num_bytes: float) -> Step:
-    return Step(formula=formula, numbers=numbers, result=format_binary_bytes(num_bytes))
+def _bytes_step(formula: str, numbers: str, num_bytes: float) -> WorkedLine:
+    return WorkedLine(formula=formula, numbers=numbers, result=format_binary_bytes(num_bytes))
 
 
 def _named(layout: ParallelLayout) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.checks.findings import Finding
+from paceline.core.finding import Finding
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.huber import fit_huber, huber_objective
 from paceline.scaling.surface import LossSurface, compute_for

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.checks.findings import Finding
+from paceline.core.finding import Finding
 from paceline.scaling.checks.lack_of_fit import find_lack_of_fit
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.envelope import curve_losses
