@@ -61,4 +61,4 @@ def no_drawing(_plot: Any, _records: Any, name: str, description: str) -> Pictur
 
 def sentences(blocks: tuple[Block, ...]) -> list[str]:
     """All commentary."""
-    return [sentence for block in blocks for sentence in block.commentary]
+    return [sentence for block in blocks for sentence in block.findings]

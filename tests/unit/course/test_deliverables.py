@@ -180,9 +180,9 @@ def test_records_of_a_gpu_have_a_block_of_their_own() -> None:
 def test_an_optimizer_faster_than_memory_is_called_out() -> None:
     fast = [changed(record, 1e-4) for record in _steps(device="cuda", hardware="h100-sxm")]
     (block,) = step.answer_sizes(Evidence.of(fast))
-    assert any("not synchronised" in sentence for sentence in block.commentary)
+    assert any("not synchronised" in sentence for sentence in block.findings)
     (block,) = step.answer_sizes(Evidence.of(_steps(hardware="h100-sxm")))
-    assert not any("not synchronised" in sentence for sentence in block.commentary)
+    assert not any("not synchronised" in sentence for sentence in block.findings)
 
 
 def test_answers_without_measurement_are_the_right_ones() -> None:
@@ -215,8 +215,8 @@ def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib
     runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
     (given,) = scaling.answer_scaling(Evidence.of([], runs))
     assert "runs.json" in given.heading
-    assert "9.19e+10 parameters" in given.commentary[0]
-    assert "3e+11 parameters" in given.commentary[1]
+    assert "9.19e+10 parameters" in given.findings[0]
+    assert "3e+11 parameters" in given.findings[1]
     (made_up,) = scaling.answer_scaling(Evidence.of([]))
     assert "made up" in made_up.heading
-    assert made_up.commentary[:2] != given.commentary[:2]
+    assert made_up.findings[:2] != given.findings[:2]

@@ -39,7 +39,7 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
                     caption="rounded to the format of the sum after every addition",
                 ),
             ),
-            commentary=(
+            findings=(
                 f"The sum in {worst.sum_format} is furthest off, {worst.result:.4f}: its numbers "
                 f"are {worst.spacing:.4g} apart there, so every addition above 8 moves it by that "
                 f"instead of {worst.term:.6f}.",
@@ -67,7 +67,7 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
                     caption="checked by tests/unit/models/test_mixed_precision.py",
                 ),
             ),
-            commentary=(
+            findings=(
                 "The loss is float32, not sixteen bits: cross-entropy is on autocast's list of "
                 "operations that run in float32.",
                 "Layer norm is kept in float32 because it sums squares: in float16 anything above "
@@ -86,7 +86,7 @@ def calculate_accounting(_evidence: Evidence) -> tuple[Block, ...]:
         Block(
             heading="xxl, calculated",
             working=answers,
-            commentary=(
+            findings=(
                 f"(a) The states, {states['state_bytes'] / 2**30:,.0f} GiB, are worth "
                 f"{states['devices_of_80_gib']:.0f} H100 before any activation; those add "
                 f"{states['saved_bytes_per_token']:,.0f} bytes for every token, whatever the "

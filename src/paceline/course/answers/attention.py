@@ -7,18 +7,18 @@ from paceline.accounting import attention_saved_bytes
 from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.attention import (
+from paceline.course.findings.attention import (
     flash_sentences,
     growth_power,
     shortest,
     why_missing,
 )
-from paceline.course.commentary.compiled_attention import (
+from paceline.course.findings.compiled_attention import (
     compiled_sentences,
     compiled_table,
     pair_compiled,
 )
-from paceline.course.commentary.phrases import verdict
+from paceline.course.findings.phrases import verdict
 from paceline.records import Record
 from paceline.reports.document.model import Block, Picture
 from paceline.reports.document.pictures import draw_picture, picture_of
@@ -50,7 +50,7 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
                 group,
                 tables=(records_table(ordered),),
                 pictures=_two_pictures(ordered, f"attention-naive-{number}"),
-                commentary=_naive_sentences(ordered),
+                findings=_naive_sentences(ordered),
             )
         )
     return tuple(blocks)
@@ -147,7 +147,7 @@ def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
                     caption="B sequences of N tokens, heads of width D",
                 ),
             ),
-            commentary=(
+            findings=(
                 f"The probabilities are {scores / saved:.1%} of what is saved, "
                 f"{format_binary_bytes(saved)}; without them {format_binary_bytes(tiled)} are "
                 "left, "
@@ -186,7 +186,7 @@ def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of attention by length, plain and compiled",
                     ),
                 ),
-                commentary=compiled_sentences(pairs),
+                findings=compiled_sentences(pairs),
             )
         )
     return tuple(blocks)
@@ -204,7 +204,7 @@ def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
             pictures=(
                 picture_of(plot_tiles(), "attention-tiles", "Tiles of the scores by program"),
             ),
-            commentary=(
+            findings=(
                 "Forward keeps a running maximum and sum per query, and saves the output and one "
                 "logarithm of a sum per query; backward computes each tile of the probabilities "
                 "again from it.",
@@ -231,7 +231,7 @@ def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:
         Block(
             heading="Compiled for GPUs that need not be there",
             tables=(dataclasses.replace(table, caption=", ".join(captions)),),
-            commentary=tuple(_kernel_sentences(measured)),
+            findings=tuple(_kernel_sentences(measured)),
             places=describe_environments(found),
         ),
     )
@@ -270,7 +270,7 @@ def answer_flash(evidence: Evidence) -> tuple[Block, ...]:
                 group,
                 tables=(implementations_table(group),),
                 pictures=_two_pictures(group, f"attention-flash-{number}"),
-                commentary=flash_sentences(group),
+                findings=flash_sentences(group),
             )
         )
     return tuple(blocks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from paceline.core.finding import Finding
 from paceline.records import Record
 from paceline.reports.document.model import Block, Picture
 from paceline.reports.evidence.provenance import describe_environments, describe_place
@@ -12,7 +13,7 @@ def measured_block(
     group: Sequence[Record],
     *,
     tables: Iterable[Table],
-    commentary: Iterable[str],
+    findings: Iterable[Finding | str],
     pictures: Iterable[Picture] = (),
 ) -> Block:
     """Says where records of one place were measured, and with what, around what they show."""
@@ -20,6 +21,6 @@ def measured_block(
         heading=describe_place(group[0]),
         tables=tuple(tables),
         pictures=tuple(pictures),
-        commentary=tuple(commentary),
+        findings=tuple(findings),
         places=describe_environments(group),
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from paceline.accounting.communication.collectives import bus_factor
 from paceline.core.units import format_decimal, format_seconds
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.phrases import times
+from paceline.course.findings.phrases import times
 from paceline.records import Record
 from paceline.records.kinds import LINK_SHAPE
 from paceline.reports.document.model import Block
@@ -60,7 +60,7 @@ def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
                         "Algorithm bandwidth of all-reduce by message size, with the line's rate",
                     ),
                 ),
-                commentary=_sentences(ordered, fits),
+                findings=_sentences(ordered, fits),
             )
         )
     return tuple(blocks)

@@ -7,9 +7,9 @@ from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.units import MIB, format_binary_bytes
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.memory import memory_sentences
-from paceline.course.commentary.operators import comparable_flops, operator_sentences
-from paceline.course.commentary.phrases import times
+from paceline.course.findings.memory import memory_sentences
+from paceline.course.findings.operators import comparable_flops, operator_sentences
+from paceline.course.findings.phrases import times
 from paceline.records import Record, join_key
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture, picture_of
@@ -53,7 +53,7 @@ def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of each phase of a step, divided by kind of work",
                     ),
                 ),
-                commentary=tuple(sentences),
+                findings=tuple(sentences),
                 places=describe_environments(run.operators),
             )
         )
@@ -113,7 +113,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
                         "Memory over a step, stacked by what it is for",
                     ),
                 ),
-                commentary=memory_sentences(ordered, allocations),
+                findings=memory_sentences(ordered, allocations),
             )
         )
     return tuple(blocks)
@@ -181,7 +181,7 @@ def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
                     caption="one rank, attention that stores its scores, second step and later",
                 ),
             ),
-            commentary=(
+            findings=(
                 f"A tensor of the residual stream is 4 · batch · context · d_model bytes: "
                 f"{rows[0][1]} at context {rows[0][0]}, {rows[-1][1]} at {rows[-1][0]}.",
                 f"The peak grows from {rows[0][-1]} to {rows[-1][-1]}, "

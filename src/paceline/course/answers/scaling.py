@@ -3,7 +3,7 @@
 import functools
 import pathlib
 
-from paceline.course.commentary.phrases import times
+from paceline.course.findings.phrases import times
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.groups import Evidence
@@ -51,7 +51,7 @@ def _answer(runs: pathlib.Path | None) -> Block:
             picture_of(SCALING_PLOTS[name](found), name, name.replace("-", " ").capitalize())
             for name in _PLOTS
         ),
-        commentary=(
+        findings=(
             *(_budget_sentence(decision) for decision in decisions),
             _method_sentence(decisions[-1]),
             _cost_sentence(decisions[-1]),

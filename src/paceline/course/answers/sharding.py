@@ -8,7 +8,7 @@ from paceline.core.specs import precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.phrases import times, verdict
+from paceline.course.findings.phrases import times, verdict
 from paceline.records import Record
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture
@@ -53,7 +53,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
                         "Memory of a step by what it holds, measured and predicted",
                     ),
                 ),
-                commentary=_sentences(measured),
+                findings=_sentences(measured),
             )
         )
     return tuple(blocks)
@@ -131,7 +131,7 @@ def answer_time(evidence: Evidence) -> tuple[Block, ...]:
             measured_block(
                 group,
                 tables=(_time_table(measured, base),),
-                commentary=sentences,
+                findings=sentences,
             )
         )
     return tuple(blocks)
@@ -215,7 +215,7 @@ def calculate_states(_evidence: Evidence) -> tuple[Block, ...]:
                     "for many ranks",
                 ),
             ),
-            commentary=(
+            findings=(
                 f"Dividing the optimizer's state takes {_MODEL} from "
                 f"{format_binary_bytes(totals['torch_ddp'])} to "
                 f"{format_binary_bytes(totals['sharded_optimizer'])} per rank.",

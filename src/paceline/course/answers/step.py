@@ -1,8 +1,8 @@
 """What records of training steps answer: time by model, warm-up, number format, compilation."""
 
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.step import is_timed, size_sentences, warmup_sentences
-from paceline.course.commentary.step_comparisons import (
+from paceline.course.findings.step import is_timed, size_sentences, warmup_sentences
+from paceline.course.findings.step_comparisons import (
     compile_sentence,
     pairs_with_base,
     precision_sentences,
@@ -36,7 +36,7 @@ def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of forward, backward and optimizer by model",
                     ),
                 ),
-                commentary=size_sentences(timed),
+                findings=size_sentences(timed),
             )
         )
     return tuple(blocks)
@@ -64,7 +64,7 @@ def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
                         "Every sample of the step time by number of warm-up steps",
                     ),
                 ),
-                commentary=warmup_sentences([record for record in ordered if record.metrics]),
+                findings=warmup_sentences([record for record in ordered if record.metrics]),
             )
         )
     return tuple(blocks)
@@ -93,7 +93,7 @@ def answer_precision(evidence: Evidence) -> tuple[Block, ...]:
                             "Time of forward, backward and optimizer by number format",
                         ),
                     ),
-                    commentary=sentences,
+                    findings=sentences,
                 )
             )
     return tuple(blocks)
@@ -126,7 +126,7 @@ def answer_compiled_step(evidence: Evidence) -> tuple[Block, ...]:
                         "Time of forward, backward and optimizer, compiled and not",
                     ),
                 ),
-                commentary=(compile_sentence(record, base) for record, base in pairs),
+                findings=(compile_sentence(record, base) for record, base in pairs),
             )
         )
     return tuple(blocks)

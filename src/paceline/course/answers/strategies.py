@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from paceline.course.answers.block import measured_block
-from paceline.course.commentary.naive_and_flat import flat_sentences, naive_sentences
-from paceline.course.commentary.overhead import overhead_figures, overhead_sentences
-from paceline.course.commentary.overlap import overlap_sentences, trace_sentences
+from paceline.course.findings.naive_and_flat import flat_sentences, naive_sentences
+from paceline.course.findings.overhead import overhead_figures, overhead_sentences
+from paceline.course.findings.overlap import overlap_sentences, trace_sentences
 from paceline.records import Record
 from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTS
 from paceline.reports.document.model import Block, Picture
@@ -30,7 +30,7 @@ def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
     return (
         Block(
             heading="Equality with one process",
-            commentary=(
+            findings=(
                 "python course/benchmark_naive_ddp.py --model toy trains a toy for ten steps on "
                 "different data per rank, and then compares its weights with those of one process "
                 "that has seen all of it.",
@@ -53,7 +53,7 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
                 group,
                 tables=(records_table(shown),),
                 pictures=(_phases(shown, f"naive-{number}"),),
-                commentary=naive_sentences(naive, group),
+                findings=naive_sentences(naive, group),
             )
         )
     return tuple(blocks)
@@ -69,7 +69,7 @@ def answer_flat(evidence: Evidence) -> tuple[Block, ...]:
                 group,
                 tables=(records_table(shown),),
                 pictures=(_phases(shown, f"flat-{number}"),),
-                commentary=flat_sentences(naive, flat),
+                findings=flat_sentences(naive, flat),
             )
         )
     return tuple(blocks)
@@ -90,7 +90,7 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
                 group,
                 tables=(records_table(ordered),),
                 pictures=_overlap_pictures(ordered, predictions, number),
-                commentary=overlap_sentences(ordered, predictions),
+                findings=overlap_sentences(ordered, predictions),
             )
         )
     return tuple(blocks)
@@ -156,7 +156,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
                         "Computing and messages of every rank in one step, by strategy",
                     ),
                 ),
-                commentary=trace_sentences(waits_least),
+                findings=trace_sentences(waits_least),
             )
         )
     return tuple(blocks)
@@ -176,6 +176,6 @@ def calculate_overhead(evidence: Evidence) -> tuple[Block, ...]:
                     "Four ways to average gradients, played through the recurrence",
                 ),
             ),
-            commentary=tuple(overhead_sentences(figures)),
+            findings=tuple(overhead_sentences(figures)),
         ),
     )

@@ -6,6 +6,7 @@ Plain data: how it looks is decided by whoever renders it.
 import dataclasses
 
 from paceline.accounting.explanation import Explanation
+from paceline.core.finding import Finding
 from paceline.reports.tables.table import Table
 
 
@@ -30,10 +31,17 @@ class Block:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     working: tuple[Explanation, ...] = ()
-    commentary: tuple[str, ...] = ()
-    """Sentences made from the figures of the block."""
+    findings: tuple[Finding | str, ...] = ()
+    """What the figures of the block say."""
     places: tuple[str, ...] = ()
     """The machines and software that the figures come from."""
+
+
+def finding_text(finding: Finding | str) -> str:
+    """Returns a finding as prose: what was seen, then what to do about it."""
+    if isinstance(finding, str):
+        return finding
+    return f"{finding.message} {finding.remedy}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

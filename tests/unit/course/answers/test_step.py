@@ -184,7 +184,7 @@ def _check(said: Sequence[str], must: Sequence[str], must_not: Sequence[str]) ->
 )
 def test_sizes(records: list[Record], must: list[str], must_not: list[str]) -> None:
     (block,) = answer_sizes(Evidence.of(records))
-    _check(block.commentary, must, must_not)
+    _check(block.findings, must, must_not)
 
 
 def test_steps_without_times_answer_nothing() -> None:
@@ -253,7 +253,7 @@ def test_warmup(
 ) -> None:
     records = [_step(factors=cold, warmup=0), _step(factors=warm, warmup=5)]
     (block,) = answer_warmup(Evidence.of(records))
-    _check(block.commentary, must, must_not)
+    _check(block.findings, must, must_not)
 
 
 def test_steps_that_do_not_say_how_they_were_warmed_up_are_left_out() -> None:
@@ -263,7 +263,7 @@ def test_steps_that_do_not_say_how_they_were_warmed_up_are_left_out() -> None:
     )
     assert answer_warmup(Evidence.of([first, silent])) == ()
     (block,) = answer_warmup(Evidence.of([first, silent, _step(warmup=5)]))
-    assert "after 1 warm-up step and" in "\n".join(block.commentary)
+    assert "after 1 warm-up step and" in "\n".join(block.findings)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_steps_that_do_not_say_how_they_were_warmed_up_are_left_out() -> None:
 )
 def test_precision(records: list[Record], must: list[str], must_not: list[str]) -> None:
     (block,) = answer_precision(Evidence.of(records))
-    _check(block.commentary, must, must_not)
+    _check(block.findings, must, must_not)
 
 
 def test_a_format_without_float32_of_the_same_model_answers_nothing() -> None:
@@ -361,7 +361,7 @@ def test_compiled_step(
 ) -> None:
     records = [_step(plain, factors=factors), _step(compiled, factors=factors, compile="whole")]
     (block,) = answer_compiled_step(Evidence.of(records))
-    _check(block.commentary, must, must_not)
+    _check(block.findings, must, must_not)
     assert block.pictures
 
 

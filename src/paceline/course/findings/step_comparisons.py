@@ -6,8 +6,8 @@ from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
 from paceline.core.specs import DType, precision_preset
 from paceline.core.units import format_seconds
-from paceline.course.commentary.phrases import listing, times
-from paceline.course.commentary.step import seconds
+from paceline.course.findings.phrases import listing, times
+from paceline.course.findings.step import seconds
 from paceline.records import CaseValue, Record
 from paceline.reports.evidence.comparison import differ
 from paceline.reports.evidence.models import model_key, model_name

@@ -104,7 +104,7 @@ def _memory(environment: Environment | None = None, **changes: Any) -> list[Reco
 )
 def test_memory(records: list[Record], must: list[str], must_not: list[str]) -> None:
     (block,) = answer_memory(Evidence.of(records))
-    said = "\n".join(block.commentary)
+    said = "\n".join(block.findings)
     for text in must:
         assert text in said, said
     for text in must_not:

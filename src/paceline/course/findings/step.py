@@ -6,7 +6,7 @@ from paceline.accounting import flops_per_token
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
 from paceline.core.units import format_decimal, format_seconds
-from paceline.course.commentary.phrases import compare, listing, times
+from paceline.course.findings.phrases import compare, listing, times
 from paceline.records import Metric, Record
 from paceline.reports.evidence.comparison import stands_out
 from paceline.reports.evidence.fields import case_number

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.core.units import format_binary_bytes
-from paceline.course.commentary.phrases import listing, times
+from paceline.course.findings.phrases import listing, times
 from paceline.records import Record
 
 _FULL = "float32"

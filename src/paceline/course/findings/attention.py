@@ -6,7 +6,7 @@ from typing import TypeAlias
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
-from paceline.course.commentary.phrases import exponent, listing, times
+from paceline.course.findings.phrases import exponent, listing, times
 from paceline.records import Metric, Record
 from paceline.reports.evidence.comparison import Ratio, unpaired_ratio
 from paceline.reports.evidence.fields import case_number

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.core.units import format_seconds
-from paceline.course.commentary.phrases import times, verdict
+from paceline.course.findings.phrases import times, verdict
 from paceline.records import Record, find_kind, join_key
 from paceline.reports.evidence.profile_runs import ProfileRun, own_time_s
 from paceline.reports.evidence.provenance import same_machine

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from paceline.accounting.communication.collectives import bus_factor
 from paceline.core.units import format_seconds
-from paceline.course.commentary.phrases import verdict
+from paceline.course.findings.phrases import verdict
 from paceline.records import Record
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.links import describe_unknown_line, find_line, is_loopback

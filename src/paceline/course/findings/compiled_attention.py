@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from paceline.course.commentary.attention import both_passes, compare_passes, growth_power
-from paceline.course.commentary.phrases import times
+from paceline.course.findings.attention import both_passes, compare_passes, growth_power
+from paceline.course.findings.phrases import times
 from paceline.records import Record
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.tables.columns import three_digits

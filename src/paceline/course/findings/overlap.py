@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from paceline.core.units import format_seconds
-from paceline.course.commentary.phrases import listing
+from paceline.course.findings.phrases import listing
 from paceline.records import Record, join_key
 from paceline.reports.evidence.fields import strategy_text
 from paceline.reports.evidence.links import is_loopback
