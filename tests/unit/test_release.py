@@ -50,16 +50,37 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert _imported_packages() == {re.split(r"[^\w-]", line)[0] for line in declared}
 
 
+def _hosted_commands() -> dict[str, str]:
+    """What each hosted job runs, every value of its matrix put in."""
+    commands = {}
+    for name, job in _read_yaml(".github/workflows/ci.yml")["jobs"].items():
+        lines = "\n".join(step.get("run", "") for step in job["steps"])
+        for key, values in job.get("strategy", {}).get("matrix", {}).items():
+            variants = (lines.replace(f"${{{{ matrix.{key} }}}}", str(value)) for value in values)
+            lines = "\n".join(variants)
+        commands[name] = lines
+    return commands
+
+
 def test_hosted_checks_are_the_scripts() -> None:
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert set(yaml.safe_load(workflow)["jobs"]) == {"everything", "gpu"}
-    assert ".ci/run" in workflow
-    assert "scripts/test --gpu" in workflow
+    commands = _hosted_commands()
+    assert set(commands) == {"check", "unit", "ranks", "nightly", "gpu"}
+    assert "scripts/check" in commands["check"]
+    assert "scripts/test unit" in commands["unit"]
+    assert "scripts/test distributed" in commands["ranks"]
+    assert "scripts/test end_to_end" in commands["ranks"]
+    assert all(f"scripts/{job}" in commands["nightly"] for job in ("package", "test triton"))
+    assert "scripts/test --gpu" in commands["gpu"]
     hooks = _read_yaml(".pre-commit-config.yaml")["repos"]
-    assert isinstance(hooks, list)
     assert [hook["entry"] for hook in hooks[0]["hooks"]] == ["scripts/check", "scripts/test"]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert all(f"scripts/{name}\n" in run for name in ("check", "package", "test"))
+    assert run.endswith("scripts/check\nscripts/test\n")
+
+
+def test_a_suite_that_does_not_exist_is_an_error() -> None:
+    run = subprocess.run([ROOT / "scripts" / "test", "units", "-q"], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "units" in run.stdout + run.stderr
 
 
 @pytest.mark.parametrize(
