@@ -10,7 +10,7 @@ import pytest
 
 from paceline.records.store import decode_record
 from paceline.scaling import synthetic_sweep
-from paceline.scaling.validation.fake_service import StandIn, random_truth, serve
+from paceline.scaling.validation.fake_service import FakeTrainingService, random_truth, serve
 from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -98,13 +98,13 @@ def test_design_proposes_and_buys(tmp_path: pathlib.Path) -> None:
     assert answer.metrics["parameters"].high is not None
     assert sum(float(str(record.case["compute_budget"])) for record in records) <= 3e17
     assert all("final_loss" not in record.metrics for record in records)
-    stand_in = StandIn(random_truth(1))
-    with serve(stand_in) as address:
+    service = FakeTrainingService(random_truth(1))
+    with serve(service) as address:
         result = scaling("design", *common, "--service", address, "--json", cwd=tmp_path)
         # What was bought is a sweep that can be fitted.
         (tmp_path / "bought.jsonl").write_text(result.stdout)
         table = scaling("design", *common, "--service", address, cwd=tmp_path).stdout
-    assert stand_in.flops_used <= 3e17
+    assert service.flops_used <= 3e17
     assert "best N at 1e+19 FLOPs" in table
     fitted = scaling(
         *("fit", "bought.jsonl", "--budgets", "1e19", "--draws", "20", "--json"), cwd=tmp_path

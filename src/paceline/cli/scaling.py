@@ -230,12 +230,14 @@ def _design(command: DesignCommand) -> None:
     from paceline.scaling import read_sweep
     from paceline.scaling.experiments.campaign import learn_from, propose_runs, run_campaign
     from paceline.scaling.experiments.design import after_buying
-    from paceline.scaling.experiments.service import HttpOracle
+    from paceline.scaling.experiments.service import HttpTrainingService
     from paceline.scaling.records import NORMAL_90, design_record, run_record
 
     losses: list[float | None]
     if command.service is not None:
-        campaign = run_campaign(HttpOracle(command.service), command.budget, command.target)
+        campaign = run_campaign(
+            HttpTrainingService(command.service), command.budget, command.target
+        )
         requests = [purchase.request for purchase in campaign.purchases]
         losses = [purchase.loss for purchase in campaign.purchases]
         belief = campaign.belief

@@ -21,8 +21,8 @@ from paceline.scaling.experiments.service import (
     NUM_HEADS_RANGE,
     NUM_LAYERS_RANGE,
     TRAIN_FLOPS,
-    Oracle,
     RunRequest,
+    TrainingService,
 )
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
@@ -127,10 +127,10 @@ def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
     return Sweep.from_arrays(parameters=parameters, compute=compute, loss=losses)
 
 
-def run_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
-    """Buys runs from an oracle until nothing affordable is left."""
+def run_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
+    """Buys runs from a training service until nothing affordable is left."""
     require_budget(budget, target)
-    purchases = scout_learning_rates(oracle, budget)
+    purchases = scout_learning_rates(service, budget)
     rates = fit_rate_law(purchases)
     left = budget - sum(run.request.train_flops for run in purchases)
     for number in range(_NUM_ROUNDS):
@@ -141,12 +141,12 @@ def run_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
         plan.sort(key=lambda request: request.train_flops)
         share = (number + 1) / _NUM_ROUNDS
         for request in plan[: int(np.ceil(share * len(plan)))]:
-            purchases = (*purchases, Purchase(request=request, loss=oracle.query(request).loss))
+            purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
             left -= request.train_flops
     return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
 
 
-def scout_learning_rates(oracle: Oracle, budget: float) -> tuple[Purchase, ...]:
+def scout_learning_rates(service: TrainingService, budget: float) -> tuple[Purchase, ...]:
     """Buys a few learning rates at a few sizes, with a small share of the budget."""
     num_runs = len(_SCOUT_SIZES) * len(_SCOUT_RATES)
     affordable = [flops for flops in TRAIN_FLOPS if flops <= _SCOUT_SHARE * budget / num_runs]
@@ -159,7 +159,9 @@ def scout_learning_rates(oracle: Oracle, budget: float) -> tuple[Purchase, ...]:
     requests = [
         shape_request(size, flops, float(rate)) for size in _SCOUT_SIZES for rate in _SCOUT_RATES
     ]
-    return tuple(Purchase(request=request, loss=oracle.query(request).loss) for request in requests)
+    return tuple(
+        Purchase(request=request, loss=service.query(request).loss) for request in requests
+    )
 
 
 def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
@@ -178,9 +180,9 @@ def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
     )
 
 
-def uniform_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
+def uniform_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
     """Buys an even grid of sizes at every budget, for as much: what the design is judged by."""
-    purchases = scout_learning_rates(oracle, budget)
+    purchases = scout_learning_rates(service, budget)
     rates = fit_rate_law(purchases)
     left = budget - sum(run.request.train_flops for run in purchases)
     levels = [flops for flops in TRAIN_FLOPS if _FARTHEST_BELOW * target <= flops <= budget / 8]
@@ -196,7 +198,7 @@ def uniform_campaign(oracle: Oracle, budget: float, target: float) -> Campaign:
             1 / _REACH, _REACH, count
         ):
             request = shape_request(size, flops, rates.best(size))
-            purchases = (*purchases, Purchase(request=request, loss=oracle.query(request).loss))
+            purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
     return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
 
 

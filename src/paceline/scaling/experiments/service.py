@@ -2,7 +2,7 @@
 
 The interface is that of the courses' service of 2025: GET /loss with a model's shape, batch size,
 learning rate and FLOPs answers with the final loss and the FLOPs used so far. The same request
-asked again is free. Whatever answers `query` is an oracle: a server, or a function in a test.
+asked again is free. Whatever answers `query` will do: a server, or an object in a test.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Reply:
             raise ServiceError(f"the service answered with a loss of {self.loss:g}")
 
 
-class Oracle(Protocol):
+class TrainingService(Protocol):
     """Whoever sells runs."""
 
     def query(self, request: RunRequest) -> Reply:
@@ -102,7 +102,7 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_StayHere)
 
 
-class HttpOracle:
+class HttpTrainingService:
     """A service at an address; what its address carries (a key, say) is sent along."""
 
     def __init__(self, url: str) -> None:

@@ -17,7 +17,7 @@ from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
 from paceline.scaling.surface import EPOCH, Array, LossSurface, tokens_for
-from paceline.scaling.validation.fake_service import StandIn, random_truth
+from paceline.scaling.validation.fake_service import FakeTrainingService, random_truth
 from paceline.scaling.validation.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 
 _DIAGNOSIS_DRAWS = 20
@@ -122,8 +122,10 @@ def design_study(
         truth = random_truth(seed, noise)
         best = float(truth.surface.optimal_parameters(target))
         campaigns = {
-            "design": run_campaign(StandIn(truth, total_flops), total_flops, target),
-            "uniform": uniform_campaign(StandIn(truth, total_flops), total_flops, target),
+            "design": run_campaign(FakeTrainingService(truth, total_flops), total_flops, target),
+            "uniform": uniform_campaign(
+                FakeTrainingService(truth, total_flops), total_flops, target
+            ),
         }
         for name, campaign in campaigns.items():
             found = float(campaign.belief.surface.optimal_parameters(target))

@@ -1,4 +1,4 @@
-"""A stand-in of the courses' training service, with a truth that is known.
+"""A fake of the courses' training service, with a truth that is known.
 
 It sells noisy losses of a surface, made worse by a learning rate off its optimum, within a total
 of FLOPs. Its noise is a function of the request, so that asking twice tells nothing new, as with
@@ -69,8 +69,8 @@ def random_truth(seed: int, noise: float = 0.003) -> HiddenTruth:
     )
 
 
-class StandIn:
-    """An oracle in this process, with a total budget like the service's."""
+class FakeTrainingService:
+    """A training service in this process, with a total budget like the service's."""
 
     def __init__(self, truth: HiddenTruth, total_flops: float = 2e18) -> None:
         self.truth = truth
@@ -94,7 +94,7 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serve(stand_in: StandIn) -> Iterator[str]:
+def serve(service: FakeTrainingService) -> Iterator[str]:
     """Answers GET /loss on a free port of loopback while it is open; yields the address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -104,7 +104,7 @@ def serve(stand_in: StandIn) -> Iterator[str]:
                 self._answer(404, {"detail": "only /loss is served"})
                 return
             try:
-                reply = stand_in.query(_request(dict(urllib.parse.parse_qsl(parts.query))))
+                reply = service.query(_request(dict(urllib.parse.parse_qsl(parts.query))))
             except UsageError as error:
                 self._answer(422, {"detail": str(error)})
             except ServiceError as error:

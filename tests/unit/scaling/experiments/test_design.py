@@ -30,14 +30,19 @@ from paceline.scaling.experiments.design import (
 )
 from paceline.scaling.experiments.service import (
     TRAIN_FLOPS,
-    HttpOracle,
+    HttpTrainingService,
     Reply,
     RunRequest,
     ServiceError,
 )
 from paceline.scaling.surface import tokens_for
 from paceline.scaling.validation.coverage import design_study
-from paceline.scaling.validation.fake_service import HiddenTruth, StandIn, random_truth, serve
+from paceline.scaling.validation.fake_service import (
+    FakeTrainingService,
+    HiddenTruth,
+    random_truth,
+    serve,
+)
 
 GOOD = RunRequest(
     d_model=512, num_layers=8, num_heads=8, batch_size=128, learning_rate=5e-4, train_flops=1e15
@@ -156,9 +161,9 @@ def test_learning_recovers_a_surface(surface: LossSurface) -> None:
 
 def test_learning_rates_are_learnt(surface: LossSurface) -> None:
     truth = HiddenTruth(surface=surface, noise=0.001)
-    stand_in = StandIn(truth)
-    rates = fit_rate_law(scout_learning_rates(stand_in, 2e18))
-    assert stand_in.flops_used < 0.1 * 2e18
+    service = FakeTrainingService(truth)
+    rates = fit_rate_law(scout_learning_rates(service, 2e18))
+    assert service.flops_used < 0.1 * 2e18
     for size in (1e6, 1e7, 1e8):
         assert rates.best(size) == pytest.approx(truth.best_learning_rate(size), rel=0.2)
     assert rates.curvature == pytest.approx(truth.rate_penalty, rel=0.2)
@@ -185,27 +190,27 @@ def test_the_design_finds_the_optimum_and_beats_an_even_grid() -> None:
 
 
 def test_a_campaign_over_http() -> None:
-    stand_in = StandIn(random_truth(3))
-    with serve(stand_in) as address:
+    service = FakeTrainingService(random_truth(3))
+    with serve(service) as address:
         assert address.startswith("http://127.0.0.1:")
-        campaign = run_campaign(HttpOracle(f"{address}?api_key=none"), 2e18, 1e19)
-    assert campaign.flops == pytest.approx(stand_in.flops_used)
+        campaign = run_campaign(HttpTrainingService(f"{address}?api_key=none"), 2e18, 1e19)
+    assert campaign.flops == pytest.approx(service.flops_used)
     assert campaign.flops <= 2e18
-    truth = float(stand_in.truth.surface.optimal_parameters(1e19))
+    truth = float(service.truth.surface.optimal_parameters(1e19))
     assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.1)
 
 
-def test_the_stand_in_answers_like_the_service() -> None:
-    stand_in = StandIn(random_truth(0), total_flops=2.5e15)
-    with serve(stand_in) as address:
-        oracle = HttpOracle(address)
-        first = oracle.query(GOOD)
+def test_the_fake_answers_like_the_service() -> None:
+    service = FakeTrainingService(random_truth(0), total_flops=2.5e15)
+    with serve(service) as address:
+        client = HttpTrainingService(address)
+        first = client.query(GOOD)
         assert first.total_flops_used == 1e15
-        assert oracle.query(GOOD) == first  # Asked again, it is free and the same.
+        assert client.query(GOOD) == first  # Asked again, it is free and the same.
         other = dataclasses.replace(GOOD, num_layers=4)
-        assert oracle.query(other).total_flops_used == 2e15
+        assert client.query(other).total_flops_used == 2e15
         with pytest.raises(ServiceError, match=r"403 .*exceed the total"):
-            oracle.query(dataclasses.replace(GOOD, num_layers=6))
+            client.query(dataclasses.replace(GOOD, num_layers=6))
         for query, status in (("loss?d_model=5", 422), ("loss?d_model=a", 422), ("other", 404)):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(f"{address}/{query}")
@@ -213,12 +218,12 @@ def test_the_stand_in_answers_like_the_service() -> None:
             assert json.load(refused.value)["detail"]
             refused.value.close()
     with pytest.raises(ServiceError, match="is it running"):
-        oracle.query(GOOD)
+        client.query(GOOD)
     with pytest.raises(UsageError, match="an address such as"):
-        HttpOracle("localhost:8000")
+        HttpTrainingService("localhost:8000")
 
 
-def test_any_oracle_will_do(surface: LossSurface) -> None:
+def test_any_training_service_will_do(surface: LossSurface) -> None:
     class Exact:
         used = 0.0
 
@@ -227,8 +232,8 @@ def test_any_oracle_will_do(surface: LossSurface) -> None:
             loss = float(surface.loss(request.parameters, request.tokens))
             return Reply(loss=loss, total_flops_used=self.used)
 
-    oracle = Exact()
-    campaign = run_campaign(oracle, 3e17, 1e19)
-    assert oracle.used == pytest.approx(campaign.flops)
+    service = Exact()
+    campaign = run_campaign(service, 3e17, 1e19)
+    assert service.used == pytest.approx(campaign.flops)
     truth = float(surface.optimal_parameters(1e19))
     assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.05)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.scaling.experiments import service
-from paceline.scaling.experiments.service import HttpOracle, RunRequest, ServiceError
+from paceline.scaling.experiments.service import HttpTrainingService, RunRequest, ServiceError
 
 REQUEST = RunRequest(
     d_model=512,
@@ -70,31 +70,31 @@ def _answering(
 )
 def test_nonsense_is_named_as_the_services(body: bytes) -> None:
     with _answering(body) as address, pytest.raises(ServiceError, match="gave no loss"):
-        HttpOracle(address).query(REQUEST)
+        HttpTrainingService(address).query(REQUEST)
 
 
 @pytest.mark.parametrize("loss", [b"NaN", b"-1", b"0", b"Infinity"])
 def test_a_loss_that_is_none_is_refused(loss: bytes) -> None:
     body = b'{"loss": ' + loss + b', "total_flops_used": 1}'
     with _answering(body) as address, pytest.raises(ServiceError, match="with a loss of"):
-        HttpOracle(address).query(REQUEST)
+        HttpTrainingService(address).query(REQUEST)
 
 
 def test_redirections_are_not_followed() -> None:
     good = b'{"loss": 3.0, "total_flops_used": 1e15}'
     with _answering(good) as elsewhere:
-        assert HttpOracle(elsewhere).query(REQUEST).loss == 3.0
+        assert HttpTrainingService(elsewhere).query(REQUEST).loss == 3.0
         moved = _answering(b"", status=302, headers={"Location": elsewhere})
         with moved as address, pytest.raises(ServiceError, match="refused the run: 302"):
-            HttpOracle(address).query(REQUEST)
+            HttpTrainingService(address).query(REQUEST)
 
 
 def test_an_answer_that_drips_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_TIMEOUT_S", 0.5)
     with _answering(b"{", drips=True) as address, pytest.raises(ServiceError, match="too slow"):
-        HttpOracle(address).query(REQUEST)
+        HttpTrainingService(address).query(REQUEST)
 
 
 def test_an_address_without_a_port_is_no_traceback() -> None:
     with pytest.raises(ServiceError, match="gave no loss"):
-        HttpOracle("http://127.0.0.1:abc").query(REQUEST)
+        HttpTrainingService("http://127.0.0.1:abc").query(REQUEST)
