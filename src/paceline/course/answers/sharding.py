@@ -12,7 +12,7 @@ from paceline.course.findings.phrases import times, verdict
 from paceline.records import Record
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture
-from paceline.reports.evidence.comparison import unpaired_ratio
+from paceline.reports.evidence.comparison import compare
 from paceline.reports.evidence.fields import strategy_text
 from paceline.reports.evidence.groups import Evidence, comparable_groups, includes
 from paceline.reports.evidence.strategies import OVER, has_peers
@@ -140,7 +140,7 @@ def answer_time(evidence: Evidence) -> tuple[Block, ...]:
 def _time_sentence(record: Record, base: Record) -> str:
     text = f"A step of {strategy_text(record)} takes {format_seconds(_step(record))}"
     plain = f"the unsharded one's {format_seconds(_step(base))}"
-    ratio = unpaired_ratio(record.metrics["step_time_s"], base.metrics["step_time_s"])
+    ratio = compare(record.metrics["step_time_s"], base.metrics["step_time_s"])
     if ratio is not None:
         longer = "longer" if ratio.value > 1 else "no longer"
         text += {

@@ -8,7 +8,7 @@ from paceline.core.errors import HardwareError
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.course.findings.phrases import exponent, listing, times
 from paceline.records import Metric, Record
-from paceline.reports.evidence.comparison import Ratio, unpaired_ratio
+from paceline.reports.evidence.comparison import Ratio, compare
 from paceline.reports.evidence.fields import case_number
 
 Place: TypeAlias = tuple[float, str, float]
@@ -32,7 +32,7 @@ def both_passes(record: Record) -> Metric:
 
 def compare_passes(subject: Record, baseline: Record) -> Ratio | None:
     """Compares the time of both passes of cases that ran one after the other."""
-    return unpaired_ratio(both_passes(subject), both_passes(baseline))
+    return compare(both_passes(subject), both_passes(baseline))
 
 
 def growth_power(first: Record, last: Record, metric: str) -> float | None:

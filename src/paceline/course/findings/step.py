@@ -165,8 +165,11 @@ def _first_sample_sentences(cold: Metric, before: str) -> list[str]:
     first, later = cold.samples[0], Metric.from_samples(cold.samples[1:])
     if later.value <= 0:
         return []
-    if not stands_out(first, later):
-        meaning = "no more than two standard deviations from it, so it cannot be told from noise"
+    outside = stands_out(first, later)
+    if outside is None:
+        meaning = f"of {len(later.samples)} more samples nothing is known of noise"
+    elif not outside:
+        meaning = "no further from it than others, so it cannot be told from noise"
     elif first < later.value:
         meaning = "no cost of a first step shows"
     else:

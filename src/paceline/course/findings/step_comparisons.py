@@ -9,7 +9,7 @@ from paceline.core.units import format_seconds
 from paceline.course.findings.phrases import listing, times
 from paceline.course.findings.step import seconds
 from paceline.records import CaseValue, Record
-from paceline.reports.evidence.comparison import differ
+from paceline.reports.evidence.comparison import Standing, compare
 from paceline.reports.evidence.models import model_key, model_name
 
 _FULL = "float32"
@@ -95,24 +95,19 @@ def _passes(record: Record) -> float:
     return seconds(record, "forward") + seconds(record, "backward")
 
 
-_COMPILE_MEANINGS: Mapping[str, str] = {
-    "faster": "compiling fuses elementwise work, which saves passes over memory",
-    "slower": "what is fused does not pay for what compiling adds",
-    "unclear": "less than the samples differ among themselves, so neither is faster",
-    "unknown": "of single samples nothing is known of noise, so this may be no more",
+_COMPILE_MEANINGS: Mapping[Standing, str] = {
+    "less": "compiling fuses elementwise work, which saves passes over memory",
+    "more": "what is fused does not pay for what compiling adds",
+    "alike": "less than the samples differ among themselves, so neither is faster",
+    "unknown": "of so few samples nothing is known of noise, so this may be no more",
 }
 
 
 def compile_sentence(record: Record, base: Record) -> str:
     """Says what compiling a model gains over leaving it as it is."""
     forward, step = (seconds(record, name) / seconds(base, name) for name in ("forward", "step"))
-    is_clear = differ(record.metrics["step_time_s"], base.metrics["step_time_s"])
-    if is_clear is None:
-        meaning = _COMPILE_MEANINGS["unknown"]
-    elif not is_clear:
-        meaning = _COMPILE_MEANINGS["unclear"]
-    else:
-        meaning = _COMPILE_MEANINGS["faster" if step < 1 else "slower"]
+    ratio = compare(record.metrics["step_time_s"], base.metrics["step_time_s"])
+    meaning = _COMPILE_MEANINGS["unknown" if ratio is None else ratio.standing]
     return (
         f"Compiled ({record.case['compile']}), {model_name(record)} takes {forward:.2f} times "
         f"the forward time and {step:.2f} times the step time "

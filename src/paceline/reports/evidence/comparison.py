@@ -1,13 +1,16 @@
-"""How two measured times compare, judged by the spread of their samples.
+"""Whether two measured times differ, judged by the spread of their samples.
 
-Strategies that take their steps in turn have rounds: the samples of one round belong together, so
-that what slowed both is not mistaken for a difference. What ran one after the other has no rounds,
-and the machine may have changed in between. An interval is that of a median and follows from the
-order of the values alone: the narrowest two of them that hold the median between them with 95%, or
-the smallest and the largest where there are too few for that; then nothing is concluded.
+The one test of the project: is 1 inside of the interval of a ratio of medians? The interval of a
+median follows from the order of the values alone: the narrowest two of them that hold the median
+between them with 95%. Fewer than six values cannot hold it with that; then nothing is concluded.
+
+Strategies that take their steps in turn are compared round by round, so that what slowed both is
+not mistaken for a difference. What ran one after the other has no rounds, and the machine may have
+changed in between.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,11 +33,11 @@ class Ratio:
     value: float
     """The ratio of the medians."""
     low: float
-    """Where its interval begins."""
+    """The lower end of its interval."""
     high: float
-    """Where it ends."""
+    """The upper end of its interval."""
     num_samples: int
-    """Of the one that has fewer."""
+    """The number of rounds, or the smaller of the two numbers of samples."""
 
     @property
     def standing(self) -> Standing:
@@ -57,74 +60,53 @@ class Ratio:
         return f"judged by {self.num_samples} {noun}s only"
 
 
-def paired_ratio(subject: Metric, baseline: Metric) -> Ratio | None:
-    """Compares samples round by round; None where there is nothing to divide by.
+def compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Ratio | None:
+    """Divides one metric by another; None where there is nothing to divide by.
 
-    Samples in different numbers come from different runs and are compared as those.
+    Args:
+        subject: What is compared.
+        baseline: What it is divided by.
+        in_turn: Whether both took their samples in turn in one run. Samples in different numbers
+            cannot have, and are compared as those of two runs.
     """
-    subjects, baselines = _samples(subject), _samples(baseline)
-    if len(subjects) != len(baselines):
-        return unpaired_ratio(subject, baseline)
+    subjects = subject.samples or (subject.value,)
+    baselines = baseline.samples or (baseline.value,)
     if baseline.value <= 0 or min(baselines) <= 0:
         return None
+    if in_turn and len(subjects) == len(baselines):
+        rounds = [first / second for first, second in zip(subjects, baselines, strict=True)]
+        low, high = median_interval(rounds)
+    else:
+        (low, high), (least, most) = median_interval(subjects), median_interval(baselines)
+        low, high = low / most / (1 + _DRIFT), high / least * (1 + _DRIFT)
     value = subject.value / baseline.value
-    rounds = [first / second for first, second in zip(subjects, baselines, strict=True)]
-    low, high = _median_interval(rounds)
-    return _ratio(value, low, high, len(rounds))
-
-
-def unpaired_ratio(subject: Metric, baseline: Metric) -> Ratio | None:
-    """Compares samples of two runs, whatever the machine did in between; None as above."""
-    subjects, baselines = _samples(subject), _samples(baseline)
-    if baseline.value <= 0 or min(baselines) <= 0:
-        return None
-    value = subject.value / baseline.value
-    (low, high), (least, most) = _median_interval(subjects), _median_interval(baselines)
-    return _ratio(
-        value,
-        low / most / (1 + _DRIFT),
-        high / least * (1 + _DRIFT),
-        min(len(subjects), len(baselines)),
+    return Ratio(
+        value=value,
+        low=min(low, value),
+        high=max(high, value),
+        num_samples=min(len(subjects), len(baselines)),
     )
 
 
-def _ratio(value: float, low: float, high: float, num_samples: int) -> Ratio:
-    return Ratio(value=value, low=min(low, value), high=max(high, value), num_samples=num_samples)
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the two values that hold the median between them with at least 95%.
 
-
-def _samples(metric: Metric) -> Sequence[float]:
-    return metric.samples or (metric.value,)
-
-
-def _median_interval(values: Sequence[float]) -> tuple[float, float]:
+    Of fewer than six these are the smallest and the largest, which hold it with less.
+    """
     ordered = sorted(values)
-    outside = _num_outside(len(ordered))
+    # Each value lies below the median as a fair coin falls: leave out what the tail allows.
+    outside, tail = 0, 1 + len(ordered)
+    while _TAILS * tail <= 2 ** len(ordered):
+        outside += 1
+        tail += math.comb(len(ordered), outside + 1)
     return ordered[outside], ordered[-1 - outside]
 
 
-def _num_outside(num_values: int) -> int:
-    """Returns how many values may be left out at either end: a tail of a fair coin's tosses."""
-    outside, tail = 0, 1
-    ways = num_values
-    while _TAILS * (tail + ways) <= 2**num_values:
-        outside, tail = outside + 1, tail + ways
-        ways = ways * (num_values - outside) // (outside + 1)
-    return outside
-
-
-_DEVIATIONS = 2.0
-"""A difference of more than this many standard deviations is not taken for noise."""
-
-
 def stands_out(value: float, metric: Metric) -> bool | None:
-    """Whether a value lies outside of a metric's samples; None where their spread is not known."""
-    if metric.std is None:
-        return None
-    return abs(value - metric.value) > _DEVIATIONS * metric.std
+    """Whether one more sample lies beyond all of a metric's; None where these are too few.
 
-
-def differ(first: Metric, second: Metric) -> bool | None:
-    """Whether two medians lie further apart than their samples; None where that is not known."""
-    if first.std is None or second.std is None:
+    The interval of the median would be too narrow: it leaves out most of many samples.
+    """
+    if len(metric.samples) < _FEWEST_SAMPLES:
         return None
-    return abs(first.value - second.value) > _DEVIATIONS * max(first.std, second.std)
+    return not min(metric.samples) <= value <= max(metric.samples)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.records import Record
-from paceline.reports.evidence.comparison import Ratio, paired_ratio, unpaired_ratio
+from paceline.reports.evidence.comparison import Ratio, compare
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups, includes
 from paceline.reports.evidence.provenance import same_run
@@ -58,5 +58,5 @@ def exposed_ratio(subject: Record, baseline: Record) -> Ratio | None:
 
 def _ratio(subject: Record, baseline: Record, metric: str) -> Ratio | None:
     # Only strategies of one run took their steps in turn.
-    compare = paired_ratio if same_run(subject, baseline) else unpaired_ratio
-    return compare(subject.metrics[metric], baseline.metrics[metric])
+    in_turn = same_run(subject, baseline)
+    return compare(subject.metrics[metric], baseline.metrics[metric], in_turn=in_turn)

@@ -195,7 +195,7 @@ def test_steps_without_times_answer_nothing() -> None:
     assert answer_sizes(Evidence.of([failed])) == ()
 
 
-SLOW_FIRST = (3.0, 1.0, 1.01, 0.99, 1.0)
+SLOW_FIRST = (3.0, 1.0, 1.01, 0.99, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -212,32 +212,39 @@ SLOW_FIRST = (3.0, 1.0, 1.01, 0.99, 1.0)
             SLOW_FIRST, STEADY, ["the median, 400 ms and 400 ms, moves less"], [], id="medians stay"
         ),
         pytest.param(
-            (1.3, 1.0, 0.7, 1.2, 0.8),
+            (1.3, 1.0, 0.7, 1.4, 0.8, 1.2, 0.9),
             STEADY,
             ["cannot be told from noise"],
             ["allocate"],
             id="a quarter more is noise where samples differ by as much",
         ),
         pytest.param(
-            (1.2, 1.0, 1.01, 0.99, 1.0),
+            (1.2, 1.0, 1.01, 0.99, 1.0, 1.0, 1.0),
             STEADY,
             ["1.2 times the median", "also allocate"],
             ["noise"],
             id="less than a quarter more stands out where samples are steady",
         ),
         pytest.param(
-            (2.0, 2.01, 1.99, 2.0),
+            (2.0, 2.01, 1.99, 2.0, 2.0, 2.0, 2.0),
             STEADY,
             ["cannot be told from noise", "moves no less than the mean"],
             ["allocate"],
             id="a run that is slow throughout says nothing of its first step",
         ),
         pytest.param(
-            (0.5, 1.0, 1.01, 0.99),
+            (0.5, 1.0, 1.01, 0.99, 1.0, 1.0, 1.0),
             STEADY,
             ["no cost of a first step shows"],
             ["allocate"],
             id="the first step is fast",
+        ),
+        pytest.param(
+            (3.0, 1.0, 1.01, 0.99, 1.0, 1.0),
+            STEADY,
+            ["of 5 more samples nothing is known of noise"],
+            ["allocate"],
+            id="too few samples to tell the first from",
         ),
         pytest.param(
             (3.0,),
@@ -342,13 +349,18 @@ def test_a_format_without_float32_of_the_same_model_answers_nothing() -> None:
     ("plain", "compiled", "factors", "must", "must_not"),
     [
         pytest.param(
-            0.2, 0.1, STEADY, ["0.50 times the forward", "fuses elementwise"], ["pay"], id="faster"
+            0.2,
+            0.1,
+            STEADY * 2,
+            ["0.50 times the forward", "fuses elementwise"],
+            ["pay"],
+            id="faster",
         ),
-        pytest.param(0.1, 0.2, STEADY, ["does not pay"], ["fuses"], id="slower"),
+        pytest.param(0.1, 0.2, STEADY * 2, ["does not pay"], ["fuses"], id="slower"),
         pytest.param(
             0.12,
             0.1,
-            (0.9, 1.0, 1.1),
+            (0.9, 1.0, 1.1) * 2,
             ["less than the samples differ"],
             ["fuses", "pay", "products bound"],
             id="not to be told apart",
