@@ -3,31 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from paceline.reports.evidence.comparison import Ratio, Standing
-
-ALIKE = 0.1
-"""The one threshold of all findings: figures that differ by no more than this share agree."""
 _ALIKE = 0.05
 """Figures that differ by less than this share are called about the same."""
-
-
-def standing(value: float, reference: float) -> Standing:
-    """Says whether a figure is less than a reference, more, or alike."""
-    change = value / reference - 1
-    if abs(change) <= ALIKE:
-        return "alike"
-    return "more" if change > 0 else "less"
-
-
-def against(value: float, reference: float) -> str:
-    """Writes the verdict with the difference, such as ``alike (+3%)``."""
-    return f"{standing(value, reference)} ({value / reference - 1:+.0%})"
-
-
-def judged(ratio: Ratio) -> str:
-    """Writes a ratio of measured times with its verdict, such as ``0.733 times (less)``."""
-    few = f": {ratio.num_samples} samples are too few" if ratio.standing == "unknown" else ""
-    return f"{times(ratio.value)} ({ratio.standing}{few})"
 
 
 def times(ratio: float) -> str:

@@ -1,0 +1,76 @@
+"""How a finding is made: one template, filled with its own figures, and one way to judge them.
+
+The figures of a message are those that the finding carries, written by the units in their names, so
+that the two cannot differ. Verdicts are of four words: less, more, alike, unknown.
+"""
+
+from paceline.core.finding import Finding
+from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
+from paceline.reports.evidence.comparison import Ratio, Standing
+
+ALIKE = 0.1
+"""The one threshold of all findings: figures that differ by no more than this share agree."""
+_RATES = {"flops_per_s": "FLOP/s", "bytes_per_s": "B/s"}
+_LARGEST_COUNT = 1e9
+"""What is larger is written with an exponent."""
+
+
+def make_finding(name: str, template: str, remedy: str = "", **values: float | str) -> Finding:
+    """Fills a template.
+
+    Args:
+        name: Stable identifier.
+        template: One sentence with a field for each value that it tells.
+        remedy: What to do about it.
+        **values: Numbers, which are the figures, units in their names; and words.
+    """
+    texts = {
+        key: value if isinstance(value, str) else format_figure(key, value)
+        for key, value in values.items()
+    }
+    return Finding(
+        name=name,
+        message=template.format(**texts),
+        remedy=remedy,
+        figures={key: value for key, value in values.items() if not isinstance(value, str)},
+    )
+
+
+def format_figure(name: str, value: float) -> str:
+    """Writes a figure by the unit in its name, such as ``peak_bytes`` in GiB."""
+    for suffix, unit in _RATES.items():
+        if name.endswith(suffix):
+            return format_decimal(value, unit)
+    if name.endswith("_s"):
+        return format_seconds(value)
+    if name.endswith("_bytes"):
+        return format_binary_bytes(value)
+    if name.endswith("share"):
+        return f"{value:.0%}"
+    if value == round(value) and abs(value) < _LARGEST_COUNT:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def standing(value: float, reference: float) -> Standing:
+    """Says whether a figure is less than a reference, more, or alike."""
+    change = value / reference - 1
+    if abs(change) <= ALIKE:
+        return "alike"
+    return "more" if change > 0 else "less"
+
+
+def against(value: float, reference: float) -> str:
+    """Writes the verdict with the difference, such as ``alike (+3%)``."""
+    return f"{standing(value, reference)} ({value / reference - 1:+.0%})"
+
+
+def ratio_values(ratio: Ratio) -> dict[str, float | str]:
+    """Returns a ratio of samples as the fields of a template: its interval and its verdict."""
+    few = f" ({ratio.num_samples} samples are too few)" if ratio.standing == "unknown" else ""
+    return {
+        "ratio": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "verdict": f"{ratio.standing}{few}",
+    }
