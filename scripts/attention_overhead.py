@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.benchmarks.harness.devices import current_environment, describe_place
+from paceline.benchmarks.harness.devices import current_environment, describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.core.specs import Phase
 from paceline.kernels import flash_attention
@@ -120,7 +120,7 @@ def main() -> int:
                 "batch": 1,
                 "context": comparison.length,
                 "phase": comparison.phase,
-                **describe_place(torch.device("cpu")).as_case(),
+                **describe_hardware(torch.device("cpu")).as_case(),
                 "warmup": WARMUP,
                 "rounds": rounds,
             },

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.benchmarks.collectives.measure import Collective, time_call
-from paceline.benchmarks.harness.devices import current_environment, describe_place
+from paceline.benchmarks.harness.devices import current_environment, describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.core.units import MB
 from paceline.parallel import RankPool
@@ -67,7 +67,7 @@ def main() -> int:
                     "operation": "all_reduce",
                     "size_bytes": size_bytes,
                     "world_size": WORLD_SIZE,
-                    **describe_place(torch.device("cpu")).as_case(),
+                    **describe_hardware(torch.device("cpu")).as_case(),
                     "threads": threads_per_rank(WORLD_SIZE),
                     "warmup": WARMUP,
                     "rounds": rounds,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.benchmarks.harness.devices import current_environment, describe_place
+from paceline.benchmarks.harness.devices import current_environment, describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep
@@ -175,7 +175,7 @@ def main() -> int:
             "batch": case.batch.num_sequences,
             "context": case.batch.context_length,
             "phase": case.phase,
-            **describe_place(torch.device("cpu")).as_case(),
+            **describe_hardware(torch.device("cpu")).as_case(),
             "warmup": WARMUP,
             "rounds": arguments.rounds,
         },

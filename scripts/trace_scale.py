@@ -14,7 +14,11 @@ import subprocess
 import sys
 import tempfile
 
-from paceline.benchmarks.harness.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.harness.devices import (
+    current_environment,
+    describe_hardware,
+    resolve_device,
+)
 from paceline.core.units import GB
 from paceline.records import Metric, Record, RecordStore
 
@@ -101,7 +105,7 @@ def main() -> int:
     seconds, peak, num_events, num_steps = (float(text) for text in result.stdout.split())
     record = Record(
         kind="trace_analysis",
-        case={"size_bytes": size, **describe_place(resolve_device("cpu")).as_case()},
+        case={"size_bytes": size, **describe_hardware(resolve_device("cpu")).as_case()},
         environment=current_environment(),
         metrics={
             "time_s": Metric(value=seconds),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paceline.benchmarks.collectives import measure as communication
-from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.benchmarks.collectives.measure import Collective, measure_collective, time_call
 from paceline.core.collectives import Operation
 from paceline.parallel import RankError, RankPool
@@ -34,7 +34,7 @@ def _check_wrong(rank: int, _world_size: int) -> None:
 
 
 def _measure(
-    rank: int, _world_size: int, case: CommunicationCase, slow_rank: int | None = None
+    rank: int, _world_size: int, case: CollectiveCase, slow_rank: int | None = None
 ) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == slow_rank:
@@ -82,9 +82,7 @@ def test_chunks_that_went_astray_are_noticed() -> None:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operation) -> None:
-    case = CommunicationCase(
-        operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=31
-    )
+    case = CollectiveCase(operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=31)
     for slow_rank in (0, 1):
         times = rank_pool(2).run(_measure, case, slow_rank)
         assert times[0] == times[1]
@@ -93,7 +91,7 @@ def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operatio
 
 
 def test_a_time_limit_lowers_the_repetitions_on_all_ranks(rank_pool: Pools) -> None:
-    case = CommunicationCase(
+    case = CollectiveCase(
         operation="all_reduce", size_bytes=10**7, warmup=1, steps=10_000, time_limit_s=0.05
     )
     times = rank_pool(2).run(_measure, case)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import tyro
 
 from paceline.benchmarks.attention.config import AttentionSweep
-from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.collectives.config import CollectiveSweep
 from paceline.benchmarks.kernels.config import KernelSweep
 from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
 from paceline.benchmarks.step.config import StepSweep
@@ -36,7 +36,7 @@ class StoreOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCommand:
+class BenchStepCommand:
     """Time forward, backward and optimizer of a language model, and its peak memory."""
 
     sweep: StepSweep
@@ -45,7 +45,7 @@ class StepCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCommand:
+class BenchAttentionCommand:
     """Time attention forward and backward, and what it keeps for backward."""
 
     sweep: AttentionSweep
@@ -54,16 +54,16 @@ class AttentionCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommunicationCommand:
+class BenchCollectivesCommand:
     """Time collectives, and fit their latency and bandwidth."""
 
-    sweep: CommunicationSweep
+    sweep: CollectiveSweep
     store: StoreOptions
     output: OutputOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelCommand:
+class BenchDdpCommand:
     """Time training steps under several data-parallel strategies, in turn on the same ranks."""
 
     sweep: DataParallelSweep
@@ -72,7 +72,7 @@ class DataParallelCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryCommand:
+class BenchMemoryCommand:
     """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
 
     sweep: OptimizerSweep
@@ -81,7 +81,7 @@ class MemoryCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelCommand:
+class BenchKernelsCommand:
     """Compile the attention kernels for GPUs that need not be there, and tell what they take."""
 
     sweep: KernelSweep
@@ -90,12 +90,12 @@ class KernelCommand:
 
 
 Subject: TypeAlias = (
-    StepCommand
-    | AttentionCommand
-    | CommunicationCommand
-    | DataParallelCommand
-    | MemoryCommand
-    | KernelCommand
+    BenchStepCommand
+    | BenchAttentionCommand
+    | BenchCollectivesCommand
+    | BenchDdpCommand
+    | BenchMemoryCommand
+    | BenchKernelsCommand
 )
 
 
@@ -104,12 +104,12 @@ class BenchCommand:
     """Measure one part of training and append the records to a store."""
 
     subject: (
-        Annotated[StepCommand, tyro.conf.subcommand("step")]
-        | Annotated[AttentionCommand, tyro.conf.subcommand("attention")]
-        | Annotated[CommunicationCommand, tyro.conf.subcommand("comm")]
-        | Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
-        | Annotated[MemoryCommand, tyro.conf.subcommand("memory")]
-        | Annotated[KernelCommand, tyro.conf.subcommand("kernels")]
+        Annotated[BenchStepCommand, tyro.conf.subcommand("step")]
+        | Annotated[BenchAttentionCommand, tyro.conf.subcommand("attention")]
+        | Annotated[BenchCollectivesCommand, tyro.conf.subcommand("comm")]
+        | Annotated[BenchDdpCommand, tyro.conf.subcommand("ddp")]
+        | Annotated[BenchMemoryCommand, tyro.conf.subcommand("memory")]
+        | Annotated[BenchKernelsCommand, tyro.conf.subcommand("kernels")]
     )
 
 
@@ -135,7 +135,7 @@ def run(command: BenchCommand) -> int:
 
 
 def _num_cases(subject: Subject) -> int:
-    if isinstance(subject, DataParallelCommand):
+    if isinstance(subject, BenchDdpCommand):
         return sum(len(case.variants) for case in subject.sweep.cases())
     return len(list(subject.sweep.cases()))
 
@@ -144,12 +144,12 @@ def _records(
     subject: Subject,
     on_progress: Callable[[int, int], None],
 ) -> "Iterator[Record]":
-    if isinstance(subject, CommunicationCommand):
-        from paceline.benchmarks.collectives.sweep import communication_records
+    if isinstance(subject, BenchCollectivesCommand):
+        from paceline.benchmarks.collectives.sweep import collective_records
 
-        return communication_records(subject.sweep)
+        return collective_records(subject.sweep)
 
-    if isinstance(subject, DataParallelCommand):
+    if isinstance(subject, BenchDdpCommand):
         import logging
 
         from paceline.benchmarks.strategies.sweep import data_parallel_records
@@ -159,12 +159,12 @@ def _records(
         logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
         return data_parallel_records(subject.sweep, on_progress)
 
-    if isinstance(subject, MemoryCommand):
+    if isinstance(subject, BenchMemoryCommand):
         from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
 
         return optimizer_records(subject.sweep)
 
-    if isinstance(subject, KernelCommand):
+    if isinstance(subject, BenchKernelsCommand):
         from paceline.benchmarks.kernels.compile import kernel_records
 
         return kernel_records(subject.sweep, on_progress)
@@ -172,6 +172,6 @@ def _records(
     from paceline.benchmarks.attention.sweep import attention_records
     from paceline.benchmarks.step.sweep import step_records
 
-    if isinstance(subject, StepCommand):
+    if isinstance(subject, BenchStepCommand):
         return step_records(subject.sweep, on_progress)
     return attention_records(subject.sweep, on_progress)

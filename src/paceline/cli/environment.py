@@ -26,16 +26,16 @@ def run(command: EnvironmentCommand) -> int:
 
     from paceline.benchmarks.harness.devices import (
         current_environment,
-        describe_place,
+        describe_hardware,
         peer_links,
         resolve_device,
     )
     from paceline.records import Record
     from paceline.records.environment import network_links
 
-    place = describe_place(resolve_device("auto"))
+    location = describe_hardware(resolve_device("auto"))
     backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
-    case = {**place.as_case(), "self_test": command.self_test}
+    case = {**location.as_case(), "self_test": command.self_test}
     metrics: dict[str, Metric] = {}
     if command.self_test:
         case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}

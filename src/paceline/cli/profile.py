@@ -27,7 +27,7 @@ _STORE = "records.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelCommand:
+class ProfileDdpCommand:
     """Trace training steps under several strategies, and draw them on one axis of time.
 
     Writes the merged trace of all ranks, the records, and the picture as PNG and SVG.
@@ -44,7 +44,7 @@ class DataParallelCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCommand:
+class ProfileStepCommand:
     """Trace one training step: time by operator, memory by category, and the trace itself."""
 
     out: pathlib.Path
@@ -67,8 +67,8 @@ class ProfileCommand:
     """See where a step's time and memory go, on any machine."""
 
     subject: (
-        Annotated[DataParallelCommand, tyro.conf.subcommand("ddp")]
-        | Annotated[StepCommand, tyro.conf.subcommand("step")]
+        Annotated[ProfileDdpCommand, tyro.conf.subcommand("ddp")]
+        | Annotated[ProfileStepCommand, tyro.conf.subcommand("step")]
         | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
     )
 
@@ -76,15 +76,15 @@ class ProfileCommand:
 def run(command: ProfileCommand) -> int:
     """Traces and draws, or analyses a trace that is there."""
     match command.subject:
-        case DataParallelCommand():
+        case ProfileDdpCommand():
             return _run_data_parallel(command.subject)
-        case StepCommand():
+        case ProfileStepCommand():
             return _run_step(command.subject)
         case TraceCommand():
             return _run_trace(command.subject)
 
 
-def _run_data_parallel(command: DataParallelCommand) -> int:
+def _run_data_parallel(command: ProfileDdpCommand) -> int:
     from paceline.benchmarks.strategies.profile import trace_data_parallel
 
     command.out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _run_data_parallel(command: DataParallelCommand) -> int:
     return 0
 
 
-def _run_step(command: StepCommand) -> int:
+def _run_step(command: ProfileStepCommand) -> int:
     cases = list(command.sweep.cases())
     if len(cases) != 1:
         raise UsageError("one trace is of one case; give every list of the sweep one value")

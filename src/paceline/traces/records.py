@@ -57,17 +57,17 @@ def operator_records(
         ranges.setdefault(row.range_name, []).append(row)
     records = []
     for range_name, rows in ranges.items():
-        total = sum(row.own for row in rows)
+        total = sum(row.self_time for row in rows)
         kinds: dict[str, list[OperatorTime]] = {}
         for row in rows:
-            kinds.setdefault(row.work, []).append(row)
-        by_time = sorted(kinds.items(), key=lambda item: -sum(row.own for row in item[1]))
+            kinds.setdefault(row.op_class, []).append(row)
+        by_time = sorted(kinds.items(), key=lambda item: -sum(row.self_time for row in item[1]))
         chosen: list[tuple[str, str, list[OperatorTime]]] = [
             *((kind, ALL_OPERATORS, of_kind) for kind, of_kind in by_time),
-            *((row.work, row.name, [row]) for row in rows[:_MAX_OPERATORS]),
+            *((row.op_class, row.name, [row]) for row in rows[:_MAX_OPERATORS]),
         ]
         for kind, operator, summed in chosen:
-            own = sum(row.own for row in summed)
+            own = sum(row.self_time for row in summed)
             metrics = {
                 "own_time_s": own * NANOSECOND / num_steps,
                 "share": own / total if total else 0.0,

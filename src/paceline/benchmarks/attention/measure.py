@@ -6,7 +6,7 @@ from paceline.accounting.attention.cost import attention_flops
 from paceline.benchmarks.attention.config import AttentionCase
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.attention.timer import time_passes, timer_for
-from paceline.benchmarks.harness.devices import Place, resolve_device
+from paceline.benchmarks.harness.devices import HardwareLocation, resolve_device
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import resident_peak_bytes
 from paceline.records.schema import CaseValue, Metric
@@ -32,7 +32,7 @@ def measure_attention(case: AttentionCase, on_progress: Progress) -> dict[str, M
     return metrics
 
 
-def attention_case_fields(case: AttentionCase, place: Place) -> dict[str, CaseValue]:
+def attention_case_fields(case: AttentionCase, location: HardwareLocation) -> dict[str, CaseValue]:
     """Returns the case of the record."""
     return {
         "implementation": case.implementation,
@@ -43,8 +43,8 @@ def attention_case_fields(case: AttentionCase, place: Place) -> dict[str, CaseVa
         "dtype": case.dtype,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "compile": "whole" if case.compiled else "none",
-        **place.as_case(),
+        **location.as_case(),
         "warmup": case.warmup,
         "steps": case.steps,
-        "timer": timer_for(place.device),
+        "timer": timer_for(location.device),
     }

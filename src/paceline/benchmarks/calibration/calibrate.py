@@ -22,7 +22,7 @@ from paceline.benchmarks.calibration.config import (
     ComputeShapes,
 )
 from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
-from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
 from paceline.benchmarks.collectives.sweep import fit_records
 from paceline.benchmarks.harness.devices import current_environment
@@ -72,8 +72,8 @@ def _records_of(
     num_stages = 1 + 2 * len(CALIBRATED_OPERATIONS) * (ranks.world_size > 1)
     shapes = sweep.compute_shapes()
     samples: Samples = ranks.run(measure_computing, shapes, _COMPUTE_SHARE * sweep.time_limit_s)
-    place: dict[str, CaseValue] = {**ranks.place, "dtype": "float32"}
-    yield from _compute_records(shapes, samples, place)
+    topology: dict[str, CaseValue] = {**ranks.topology, "dtype": "float32"}
+    yield from _compute_records(shapes, samples, topology)
     on_progress(1, num_stages)
     if ranks.world_size == 1:
         return
@@ -82,7 +82,7 @@ def _records_of(
         by_size: dict[int, list[float]] = ranks.run(
             measure_sizes, operation, _COLLECTIVES_SHARE * per_operation_s
         )
-        for fit in fit_records(operation, by_size, place):
+        for fit in fit_records(operation, by_size, topology):
             case = {"quantity": "collective", **fit.case}
             yield msgspec.structs.replace(fit, kind="calibration", case=case)
         on_progress(2 + 2 * index, num_stages)
@@ -95,7 +95,7 @@ def _records_of(
         )
         yield _record(
             "contention",
-            {**place, "operation": operation, "size_bytes": times.size_bytes},
+            {**topology, "operation": operation, "size_bytes": times.size_bytes},
             {"lost_s_per_byte": times.lost_s_per_byte, "slowdown": times.slowdown},
         )
         on_progress(3 + 2 * index, num_stages)
@@ -146,7 +146,7 @@ def measure_sizes(
     per_size_s = time_limit_s / len(sizes) / _PASSES
     for _ in range(_PASSES):
         for size in sizes:
-            case = CommunicationCase(
+            case = CollectiveCase(
                 operation=operation,
                 size_bytes=size,
                 warmup=1,
@@ -164,27 +164,27 @@ def measure_sizes(
 
 
 def _compute_records(
-    shapes: ComputeShapes, samples: Samples, place: dict[str, CaseValue]
+    shapes: ComputeShapes, samples: Samples, topology: dict[str, CaseValue]
 ) -> Iterator[Record]:
     parts: list[tuple[str, dict[str, Any]]] = [
         *(("linear", dataclasses.asdict(linear)) for linear in shapes.linears),
         *(
-            ("attention", _attention_fields(dataclasses.asdict(attention), place))
+            ("attention", _attention_fields(dataclasses.asdict(attention), topology))
             for attention in shapes.attentions
         ),
         *((name, {}) for name in ("stream", "copy", "call", "optimizer")),
     ]
     precision = torch.get_float32_matmul_precision()
     for (quantity, fields), laps in zip(parts, samples.values(), strict=True):
-        case = {**place, **fields, "float32_matmul_precision": precision}
+        case = {**topology, **fields, "float32_matmul_precision": precision}
         yield _record(quantity, case, laps)
 
 
-def _attention_fields(shape: dict[str, Any], place: dict[str, CaseValue]) -> dict[str, Any]:
+def _attention_fields(shape: dict[str, Any], topology: dict[str, CaseValue]) -> dict[str, Any]:
     return {
         "batch": shape.pop("num_sequences"),
         **shape,
-        "attention": resolve_implementation("auto", str(place["device"])),
+        "attention": resolve_implementation("auto", str(topology["device"])),
     }
 
 

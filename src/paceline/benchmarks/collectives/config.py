@@ -13,7 +13,7 @@ from paceline.core.units import parse_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommunicationCase:
+class CollectiveCase:
     """One collective to measure."""
 
     operation: Operation
@@ -24,7 +24,7 @@ class CommunicationCase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommunicationSweep:
+class CollectiveSweep:
     """Time collectives by size and number of ranks."""
 
     operations: tuple[Operation, ...] = ("all_reduce",)
@@ -52,11 +52,11 @@ class CommunicationSweep:
         if not (self.time_limit_s > 0 and self.timeout_s > 0):
             raise UsageError("--time-limit-s and --timeout-s must be positive")
 
-    def cases(self) -> Iterator[CommunicationCase]:
+    def cases(self) -> Iterator[CollectiveCase]:
         """Yields every combination of operation and size, smallest first."""
         for operation in self.operations:
             for size_bytes in sorted(parse_bytes(size) for size in self.sizes):
-                yield CommunicationCase(
+                yield CollectiveCase(
                     operation=operation,
                     size_bytes=size_bytes,
                     warmup=self.warmup,

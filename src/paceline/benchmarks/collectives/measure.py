@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.benchmarks.collectives.config import CommunicationCase
+from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.core.collectives import Operation
 from paceline.core.errors import PacelineError
 from paceline.parallel.ranks.collectives import (
@@ -140,7 +140,7 @@ class CollectiveTimes:
     """The slowest rank's seconds of each repetition."""
 
 
-def measure_collective(case: CommunicationCase, device: torch.device) -> CollectiveTimes:
+def measure_collective(case: CollectiveCase, device: torch.device) -> CollectiveTimes:
     """Measures one case; an error anywhere in it names rank, operation and size."""
     try:
         return _measure(Collective(case.operation, case.size_bytes, device), case, device)
@@ -148,9 +148,7 @@ def measure_collective(case: CommunicationCase, device: torch.device) -> Collect
         raise collective_error(case.operation, case.size_bytes, error) from error
 
 
-def _measure(
-    collective: Collective, case: CommunicationCase, device: torch.device
-) -> CollectiveTimes:
+def _measure(collective: Collective, case: CollectiveCase, device: torch.device) -> CollectiveTimes:
     collective.check()
     collective.reset()
     warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
@@ -171,7 +169,7 @@ def time_call(collective: Collective, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _agree_on_repetitions(seconds: float, case: CommunicationCase, device: torch.device) -> int:
+def _agree_on_repetitions(seconds: float, case: CollectiveCase, device: torch.device) -> int:
     (slowest,) = reduce_numbers([seconds], dist.ReduceOp.MAX, device)
     affordable = int(case.time_limit_s / max(slowest, 1e-9))
     return max(min(_MINIMUM_REPETITIONS, case.steps), min(case.steps, affordable))

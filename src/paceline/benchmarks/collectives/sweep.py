@@ -8,7 +8,7 @@ import torch
 
 from paceline.accounting.communication.alpha_beta_fit import find_warnings, fit_collective
 from paceline.accounting.communication.collectives import bus_factor
-from paceline.benchmarks.collectives.config import CommunicationCase, CommunicationSweep
+from paceline.benchmarks.collectives.config import CollectiveCase, CollectiveSweep
 from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
 from paceline.benchmarks.harness.devices import current_environment
 from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, measuring_ranks
@@ -25,7 +25,7 @@ _GRACE_S = 60.0
 Samples: TypeAlias = dict[Operation, dict[int, list[float]]]
 
 
-def communication_records(sweep: CommunicationSweep) -> Iterator[Record]:
+def collective_records(sweep: CollectiveSweep) -> Iterator[Record]:
     """Measures every case, then fits latency and bandwidth; yields records on rank 0 only."""
     groups = measuring_ranks(
         world_sizes=sweep.world_sizes,
@@ -42,14 +42,14 @@ def communication_records(sweep: CommunicationSweep) -> Iterator[Record]:
                 yield record
 
 
-def _measure_all(sweep: CommunicationSweep, ranks: MeasuringRanks) -> Iterator[Record]:
-    place: dict[str, CaseValue] = {**ranks.place, "dtype": "float32"}
+def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Record]:
+    topology: dict[str, CaseValue] = {**ranks.topology, "dtype": "float32"}
     samples: Samples = collections.defaultdict(dict)
     for case in sweep.cases():
         fields: dict[str, CaseValue] = {
             "operation": case.operation,
             "size_bytes": case.size_bytes,
-            **place,
+            **topology,
             "warmup": case.warmup,
             "steps": case.steps,
         }
@@ -64,10 +64,10 @@ def _measure_all(sweep: CommunicationSweep, ranks: MeasuringRanks) -> Iterator[R
         yield _record("comm", fields, _metrics(case, times, ranks.world_size))
     for operation, by_size in samples.items():
         if len(by_size) > 1:
-            yield from fit_records(operation, by_size, place)
+            yield from fit_records(operation, by_size, topology)
 
 
-def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
+def _metrics(case: CollectiveCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
     time_s = Metric.from_samples(times.samples)
     algorithm = times.size_bytes / time_s.value
     return {
@@ -80,17 +80,17 @@ def _metrics(case: CommunicationCase, times: CollectiveTimes, world_size: int) -
 
 
 def fit_records(
-    operation: Operation, samples: dict[int, list[float]], place: dict[str, CaseValue]
+    operation: Operation, samples: dict[int, list[float]], topology: dict[str, CaseValue]
 ) -> Iterator[Record]:
     """Yields latency and bandwidth of an operation, for each run of sizes that has its own."""
     fit = fit_collective(samples)
     largest = max(samples)
-    world_size = int(str(place["world_size"]))
+    world_size = int(str(topology["world_size"]))
     fastest = largest / Metric.from_samples(samples[largest]).value
     warnings = find_warnings(
         fit,
         bus_bytes_per_s=fastest * float(bus_factor(operation, world_size)),
-        line_bytes_per_s=line_bytes_per_s(place),
+        line_bytes_per_s=line_bytes_per_s(topology),
     )
     for segment in fit.segments:
         metrics = {
@@ -105,14 +105,14 @@ def fit_records(
                 "operation": operation,
                 "smallest_bytes": segment.smallest_bytes,
                 "largest_bytes": segment.largest_bytes,
-                **place,
+                **topology,
             },
             metrics,
             warnings=[f"{warning.name}: {warning.message}" for warning in warnings],
         )
 
 
-def _measure_on_rank(device: torch.device, case: CommunicationCase) -> CollectiveTimes:
+def _measure_on_rank(device: torch.device, case: CollectiveCase) -> CollectiveTimes:
     return measure_collective(case, device)
 
 

@@ -21,7 +21,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class HardwareLocation:
     """Where a case runs, as its record says it."""
 
     device: str
@@ -45,7 +45,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def describe_place(device: torch.device) -> Place:
+def describe_hardware(device: torch.device) -> HardwareLocation:
     """Names the hardware behind a device."""
     hardware = processor_name()
     if device.type == "cuda":
@@ -53,16 +53,16 @@ def describe_place(device: torch.device) -> Place:
         # Where the table does not hold it, the driver's own name is still the truth.
         with contextlib.suppress(HardwareError):
             hardware = find_device(hardware).name
-    return Place(device=device.type, hardware=hardware, threads=torch.get_num_threads())
+    return HardwareLocation(device=device.type, hardware=hardware, threads=torch.get_num_threads())
 
 
-def peak_flops(place: Place, precision: Precision) -> float | None:
+def peak_flops(location: HardwareLocation, precision: Precision) -> float | None:
     """Returns the dense peak for this precision, or None where no document states it."""
     dtype: DType = precision.compute
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tfloat32"
     try:
-        return find_device(place.hardware).peak(dtype).value
+        return find_device(location.hardware).peak(dtype).value
     except HardwareError:
         return None
 

@@ -8,9 +8,9 @@ import torch
 
 from paceline.benchmarks.harness.config import DeviceName, RunLimits
 from paceline.benchmarks.harness.devices import (
-    Place,
+    HardwareLocation,
     current_environment,
-    describe_place,
+    describe_hardware,
     resolve_device,
 )
 from paceline.benchmarks.harness.isolation import run_isolated
@@ -45,7 +45,7 @@ class Subject(Generic[Case]):
 
     kind: str
     measure: Callable[[Case, Progress], Mapping[str, Metric]]
-    case_fields: Callable[[Case, Place], dict[str, CaseValue]]
+    case_fields: Callable[[Case, HardwareLocation], dict[str, CaseValue]]
     minimum_bytes: Callable[[Case], int]
     obstacle: Callable[[Case, torch.device], str | None] = lambda _case, _device: None
     """Why a case cannot run on a device, whatever its size; by default nothing is in the way."""
@@ -79,7 +79,7 @@ def isolated_record(
         metrics, outcome, reason = run.result or {}, run.outcome, run.reason
     return Record(
         kind=subject.kind,
-        case=subject.case_fields(case, describe_place(device)),
+        case=subject.case_fields(case, describe_hardware(device)),
         environment=current_environment(),
         metrics=dict(metrics),
         outcome=outcome,

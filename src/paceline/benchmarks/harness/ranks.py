@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.benchmarks.harness.devices import describe_place, resolve_device
+from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
 from paceline.records import CaseValue
@@ -23,7 +23,7 @@ class MeasuringRanks:
     """Whether this process is the one that yields records."""
     survives_failure: bool
     """Whether the next run finds ranks in order after one that failed."""
-    place: dict[str, CaseValue]
+    topology: dict[str, CaseValue]
     """What a record's case says of the group."""
     run: Callable[..., Any]
     """Runs ``function(device, *arguments)`` on every rank and returns the first rank's result.
@@ -59,11 +59,11 @@ def measuring_ranks(
                 is_first=session.rank == 0,
                 # A collective that failed on one rank has left the others in an unknown state.
                 survives_failure=False,
-                place={
+                topology={
                     "world_size": session.world_size,
                     "num_hosts": session.placement.num_hosts,
                     "backend": session.backend,
-                    **describe_place(session.device).as_case(),
+                    **describe_hardware(session.device).as_case(),
                 },
                 run=lambda function, *arguments: function(session.device, *arguments),
             )
@@ -83,11 +83,11 @@ def measuring_ranks(
                 world_size=world_size,
                 is_first=True,
                 survives_failure=True,
-                place={
+                topology={
                     "world_size": world_size,
                     "num_hosts": 1,
                     "backend": backend,
-                    **describe_place(chosen).as_case(),
+                    **describe_hardware(chosen).as_case(),
                     "threads": threads_per_rank(world_size),
                 },
                 run=run,

@@ -29,7 +29,7 @@ from paceline.core.specs import bytes_per_element
 from paceline.records import CaseValue, Metric, Record
 
 if TYPE_CHECKING:
-    from paceline.kernels.attention.triton.launch import Launch
+    from paceline.kernels.attention.triton.launch import KernelLaunch
 
 KERNELS: tuple[AttentionKernel, ...] = (
     "forward",
@@ -178,7 +178,7 @@ def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[
     return results
 
 
-def _launches(case: KernelCase) -> "dict[str, Launch]":
+def _launches(case: KernelCase) -> "dict[str, KernelLaunch]":
     from paceline.kernels.attention.triton.launch import launches_over
     from paceline.kernels.attention.triton.tile_sizes import choose_tilings
 

@@ -13,7 +13,11 @@ import torch
 from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.lower_bounds import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.harness.devices import current_environment, describe_place, resolve_device
+from paceline.benchmarks.harness.devices import (
+    current_environment,
+    describe_hardware,
+    resolve_device,
+)
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import storage_bytes, usable_memory_bytes
 from paceline.benchmarks.step.config import StepCase
@@ -27,7 +31,7 @@ from paceline.kernels.named_range import named_range
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.traces.capture.profiler import record_memory, record_trace
-from paceline.traces.events.op_classes import Work
+from paceline.traces.events.op_classes import OpClass
 from paceline.traces.memory.allocations import read_allocations
 from paceline.traces.memory.timeline import Category, MemoryTimeline, memory_timeline
 from paceline.traces.records import ALL_OPERATORS, operator_records, step_records
@@ -129,7 +133,7 @@ def _flops_predictions(case: StepCase) -> list[Record]:
                 PREDICTS: "operator",
                 "subject": _subject(case),
                 "range": short_name(name),
-                "work": Work.MATMUL,
+                "work": OpClass.MATMUL,
                 "operator": ALL_OPERATORS,
             },
             {"flops": per_token * case.batch.tokens_per_pass},
@@ -140,7 +144,7 @@ def _flops_predictions(case: StepCase) -> list[Record]:
 
 def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeline) -> list[Record]:
     """Returns memory over the step, and what the formulas expect of its resident parts."""
-    fields = step_case_fields(case, describe_place(device))
+    fields = step_case_fields(case, describe_hardware(device))
     metrics = {"peak_bytes": Metric(value=timeline.peak_bytes)}
     metrics["time_s"] = Metric.from_samples(timeline.times_s)
     for category, values in timeline.num_bytes.items():

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.benchmarks.harness.devices import (
     TORCH_DTYPES,
-    Place,
-    describe_place,
+    HardwareLocation,
+    describe_hardware,
     peak_flops,
     resolve_device,
 )
@@ -201,12 +201,12 @@ def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
         on_progress=on_progress,
     )
     metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
-    metrics |= _rates(case, describe_place(device), metrics["step_time_s"].value)
+    metrics |= _rates(case, describe_hardware(device), metrics["step_time_s"].value)
     metrics |= {name: Metric(value=value) for name, value in step.memory().items()}
     return metrics
 
 
-def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
+def step_case_fields(case: StepCase, location: HardwareLocation) -> dict[str, CaseValue]:
     """Returns the case of the record."""
     return {
         **model_case_fields(case.model, case.shape, case.batch),
@@ -215,17 +215,17 @@ def step_case_fields(case: StepCase, place: Place) -> dict[str, CaseValue]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "compile": case.compilation,
         "activation_checkpointing": case.activation_checkpointing,
-        "attention": resolve_implementation(case.attention, place.device),
+        "attention": resolve_implementation(case.attention, location.device),
         "optimizer": "adamw",
-        **place.as_case(),
+        **location.as_case(),
         "warmup": case.warmup,
         "steps": case.steps,
     }
 
 
-def _rates(case: StepCase, place: Place, step_time_s: float) -> dict[str, Metric]:
+def _rates(case: StepCase, location: HardwareLocation, step_time_s: float) -> dict[str, Metric]:
     tokens_per_s = case.batch.tokens_per_pass / step_time_s
-    peak = peak_flops(place, precision_preset(case.precision))
+    peak = peak_flops(location, precision_preset(case.precision))
     rates = {"tokens_per_s": tokens_per_s}
     for convention, suffix in _CONVENTION_SUFFIXES.items():
         flops = flops_per_token(

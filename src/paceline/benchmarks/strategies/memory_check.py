@@ -31,7 +31,7 @@ def memory_obstacle(
     needed = _needed_bytes(ranks, case, strategies)
     if usable is None or needed <= usable:
         return None
-    shared = "a GPU" if ranks.place["device"] == "cuda" else "the ranks of a host"
+    shared = "a GPU" if ranks.topology["device"] == "cuda" else "the ranks of a host"
     return (
         f"{shared} would need at least {format_binary_bytes(needed)}, "
         f"{format_binary_bytes(usable)} may be used; take a smaller --model or fewer --strategies"
@@ -54,8 +54,8 @@ def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[St
             case.shape, precision_preset(case.precision), strategy, ranks.world_size
         )
         by_rank += states.parameters + states.gradients + states.optimizer_state
-    if ranks.place["device"] == "cuda":
+    if ranks.topology["device"] == "cuda":
         return int(by_rank.max())
     # The lab's hosts are virtual and share one memory; of others, one holds at least the mean.
-    num_hosts = 1 if link_case_fields() else int(ranks.place["num_hosts"] or 1)
+    num_hosts = 1 if link_case_fields() else int(ranks.topology["num_hosts"] or 1)
     return int(by_rank.sum()) // num_hosts

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.benchmarks.harness.devices import describe_place, resolve_device
+from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
 from paceline.benchmarks.harness.ranks import MeasuringRanks
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.step.training_step import LEARNING_RATE, TrainingStep, step_case_fields
@@ -59,12 +59,12 @@ def strategy_case_fields(
     case: StepCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
     """Returns what the case of a record says of a step under a strategy."""
-    step = step_case_fields(case, describe_place(resolve_device(case.device)))
+    step = step_case_fields(case, describe_hardware(resolve_device(case.device)))
     del step["phase"]
     return {
         "strategy": variant.strategy,
         "bucket_size_mb": variant.bucket_size_mb,
         **step,
-        **ranks.place,
+        **ranks.topology,
         "optimizer": "adamw-fused",
     }

@@ -7,7 +7,7 @@ from paceline.course.findings.phrases import times, verdict
 from paceline.records import Record, find_kind, join_key
 from paceline.reports.evidence.profile_runs import ProfileRun, own_time_s
 from paceline.reports.evidence.provenance import same_machine
-from paceline.traces.events.op_classes import Work
+from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.operators import EVERYWHERE
 
 _PRODUCTS_PER_LAYER = 7
@@ -61,7 +61,7 @@ def _has_backward(run: ProfileRun) -> bool:
 
 def _fuses_attention(run: ProfileRun, phase: str) -> bool:
     kinds = run.in_range(phase, of_kinds=True)
-    return any(record.case["work"] == Work.ATTENTION for record in kinds)
+    return any(record.case["work"] == OpClass.ATTENTION for record in kinds)
 
 
 def _products_name(run: ProfileRun) -> str:
@@ -74,7 +74,7 @@ def _phase_sentences(run: ProfileRun, phase: str) -> list[str]:
     if not kinds or not single or not own_time_s(single[0]):
         return []
     longest = single[0]
-    others = [each for each in kinds if each.case["work"] != Work.MATMUL][:_NUM_OTHERS]
+    others = [each for each in kinds if each.case["work"] != OpClass.MATMUL][:_NUM_OTHERS]
     shares = [
         f"{_products_name(run)} are {_products_share(run, phase):.0%} of the time",
         *(f"{each.case['work']} {_share(each):.0%}" for each in others),
@@ -118,7 +118,7 @@ def _softmax_sentences(run: ProfileRun) -> list[str]:
         sum(
             own_time_s(record)
             for record in run.in_range(part, of_kinds=True)
-            if record.case["work"] == Work.MATMUL
+            if record.case["work"] == OpClass.MATMUL
         )
         for part in ("attention_scores", "attention_values")
     ]
@@ -216,7 +216,7 @@ def _range_s(run: ProfileRun, name: str) -> float:
 
 def _products_share(run: ProfileRun, phase: str) -> float:
     kinds = run.in_range(phase, of_kinds=True)
-    return sum(_share(record) for record in kinds if record.case["work"] == Work.MATMUL)
+    return sum(_share(record) for record in kinds if record.case["work"] == OpClass.MATMUL)
 
 
 def _share(record: Record) -> float:

@@ -2,8 +2,8 @@
 
 The kernel knows one causal mask, the one whose diagonal starts at the first query and key. Other
 diagonals are made of it: queries that see nothing are left out, and keys that every query sees
-are a piece of their own. The outputs of two pieces are mixed by their sums, and backward of each
-piece follows from the sums of the whole, so nothing of size s × s is ever stored.
+are a block of their own. The outputs of two blocks are mixed by their sums, and backward of each
+block follows from the sums of the whole, so nothing of size s × s is ever stored.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Piece(NamedTuple):
+class MaskBlock(NamedTuple):
     """The queries from one on, and a range of keys, with or without a mask between them."""
 
     first_query: int
@@ -28,17 +28,17 @@ class Piece(NamedTuple):
     causal: bool
 
 
-def plan_pieces(num_queries: int, num_keys: int, diagonal: int | None) -> list[Piece]:
-    """Divides what is visible into pieces that the kernel computes; none where nothing is."""
+def plan_blocks(num_queries: int, num_keys: int, diagonal: int | None) -> list[MaskBlock]:
+    """Divides what is visible into blocks that the kernel computes; none where nothing is."""
     if diagonal is None or diagonal >= num_keys - 1:
-        return [Piece(0, 0, num_keys, causal=False)]
+        return [MaskBlock(0, 0, num_keys, causal=False)]
     if diagonal <= -num_queries:
         return []
     if diagonal <= 0:
-        return [Piece(-diagonal, 0, num_keys, causal=True)]
+        return [MaskBlock(-diagonal, 0, num_keys, causal=True)]
     if num_queries == 1:
-        return [Piece(0, 0, diagonal + 1, causal=False)]
-    return [Piece(0, 0, diagonal, causal=False), Piece(0, diagonal, num_keys, causal=True)]
+        return [MaskBlock(0, 0, diagonal + 1, causal=False)]
+    return [MaskBlock(0, 0, diagonal, causal=False), MaskBlock(0, diagonal, num_keys, causal=True)]
 
 
 def sdpa_forward(
@@ -48,18 +48,18 @@ def sdpa_forward(
     if scale <= 0:
         return _tiled_instead(query, key, value, diagonal, scale)
     query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
-    pieces = plan_pieces(query.shape[2], key.shape[2], diagonal)
+    blocks = plan_blocks(query.shape[2], key.shape[2], diagonal)
     results = [
         _forward(
-            query[:, :, piece.first_query :],
-            key[:, :, piece.first_key : piece.end_key],
-            value[:, :, piece.first_key : piece.end_key],
-            is_causal=piece.causal,
+            query[:, :, block.first_query :],
+            key[:, :, block.first_key : block.end_key],
+            value[:, :, block.first_key : block.end_key],
+            is_causal=block.causal,
             scale=scale,
         )
-        for piece in pieces
+        for block in blocks
     ]
-    if not pieces or pieces[0].first_query:
+    if not blocks or blocks[0].first_query:
         return _below_blind(query, results)
     if len(results) == 2:
         return _mixed(query, results)
@@ -90,27 +90,27 @@ def sdpa_backward(
             scale=scale,
         )
     tensors = [_with_unit_stride(tensor) for tensor in (output_gradient, query, key, value, output)]
-    pieces = plan_pieces(query.shape[2], key.shape[2], diagonal)
-    if len(pieces) == 1 and pieces[0][:3] == (0, 0, key.shape[2]):
-        return _piece_gradients(tensors, lse, pieces[0], scale)
+    blocks = plan_blocks(query.shape[2], key.shape[2], diagonal)
+    if len(blocks) == 1 and blocks[0][:3] == (0, 0, key.shape[2]):
+        return _block_gradients(tensors, lse, blocks[0], scale)
     gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
     for gradient in gradients:
         gradient.zero_()
-    for piece in pieces:
-        keys = slice(piece.first_key, piece.end_key)
-        of_query, of_key, of_value = _piece_gradients(tensors, lse, piece, scale)
-        gradients[0][:, :, piece.first_query :] += of_query
+    for block in blocks:
+        keys = slice(block.first_key, block.end_key)
+        of_query, of_key, of_value = _block_gradients(tensors, lse, block, scale)
+        gradients[0][:, :, block.first_query :] += of_query
         gradients[1][:, :, keys] = of_key
         gradients[2][:, :, keys] = of_value
     return gradients
 
 
-def _piece_gradients(
-    tensors: Sequence[Tensor], lse: Tensor, piece: Piece, scale: float
+def _block_gradients(
+    tensors: Sequence[Tensor], lse: Tensor, block: MaskBlock, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     output_gradient, query, key, value, output = tensors
-    seeing = slice(piece.first_query, None)
-    keys = slice(piece.first_key, piece.end_key)
+    seeing = slice(block.first_query, None)
+    keys = slice(block.first_key, block.end_key)
     gradients: tuple[Tensor, Tensor, Tensor] = _backward(
         output_gradient[:, :, seeing],
         query[:, :, seeing],
@@ -119,7 +119,7 @@ def _piece_gradients(
         output[:, :, seeing],
         lse[:, :, seeing],
         0.0,
-        piece.causal,
+        block.causal,
         scale=scale,
     )
     return gradients

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.ranges import step_label
-from paceline.traces.events.op_classes import Work, matmul_flops, work_of
+from paceline.traces.events.op_classes import OpClass, matmul_flops, op_class_of
 from paceline.traces.events.reader import Event, TraceError
 
 EVENT = np.dtype([("start", "i8"), ("end", "i8"), ("key", "u4"), ("thread", "u4")])
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
     role: Role
     name: str
-    work: Work
+    op_class: OpClass
     flops: int
 
 
@@ -141,7 +141,7 @@ class Catalog:
             )
         else:
             number = len(self.keys)
-            self.keys.append(Key(role, name, work_of(name), matmul_flops(name, input_dims)))
+            self.keys.append(Key(role, name, op_class_of(name), matmul_flops(name, input_dims)))
             if role == Role.HOST_RANGE and (label := step_label(name)) is not None:
                 self._steps[number] = label
             elif role == Role.HOST_RANGE and name.startswith(PROFILER_STEP):
@@ -167,14 +167,14 @@ class Catalog:
 def _role_of(category: str, name: str) -> Role | None:
     if category == "cpu_op":
         # What the host does to start a collective is no work of the model.
-        return None if work_of(name) == Work.COMMUNICATION else Role.HOST_WORK
+        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.HOST_WORK
     if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-        is_communication = work_of(name) == Work.COMMUNICATION
+        is_communication = op_class_of(name) == OpClass.COMMUNICATION
         return Role.DEVICE_COMMUNICATION if is_communication else Role.DEVICE_WORK
     if category == "user_annotation":
         if name.startswith("gloo:"):
             return Role.HOST_COMMUNICATION
-        return None if work_of(name) == Work.COMMUNICATION else Role.HOST_RANGE
+        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.HOST_RANGE
     if category == "gpu_user_annotation":
-        return None if work_of(name) == Work.COMMUNICATION else Role.DEVICE_RANGE
+        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.DEVICE_RANGE
     return None

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 
-class Work(enum.StrEnum):
+class OpClass(enum.StrEnum):
     """Kinds of work, as the tables show them."""
 
     MATMUL = "matmul"
@@ -23,34 +23,34 @@ class Work(enum.StrEnum):
 
 
 # The first that is found in the name, in lower case, decides: operators of torch, then kernels.
-_PATTERNS: tuple[tuple[Work, str], ...] = (
-    (Work.COMMUNICATION, r"^(nccl|rccl|gloo:|c10d::|record_param_comms|ncclkernel|mpi:)"),
-    (Work.OPTIMIZER, r"adam|sgd_|multi_tensor_apply|optimizer\.step|lamb_|muon"),
+_PATTERNS: tuple[tuple[OpClass, str], ...] = (
+    (OpClass.COMMUNICATION, r"^(nccl|rccl|gloo:|c10d::|record_param_comms|ncclkernel|mpi:)"),
+    (OpClass.OPTIMIZER, r"adam|sgd_|multi_tensor_apply|optimizer\.step|lamb_|muon"),
     (
-        Work.ATTENTION,
+        OpClass.ATTENTION,
         r"scaled_dot_product|flash_(fwd|bwd|attn|attention)|fmha|attn_(fwd|bwd)"
         r"|^paceline::attention|^attention_\w+_kernel",
     ),
-    (Work.SOFTMAX, r"softmax"),
+    (OpClass.SOFTMAX, r"softmax"),
     (
-        Work.MATMUL,
+        OpClass.MATMUL,
         r"aten::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear|einsum|dot|mv|_int_mm|_scaled_mm)\b"
         r"|gemm|gemv|cutlass|xmma|cublas|wgmma|nvjet|mkldnn_linear",
     ),
-    (Work.INDEXING, r"index|embedding|gather|scatter|masked_fill|where|nll_loss|one_hot"),
+    (OpClass.INDEXING, r"index|embedding|gather|scatter|masked_fill|where|nll_loss|one_hot"),
     (
-        Work.REDUCTION,
+        OpClass.REDUCTION,
         r"aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|logsumexp|var|all|any|cumsum"
         r"|native_layer_norm\w*|_fused_rms_norm\w*|rms_norm|layer_norm)\b|reduce|rms_?norm"
         r"|layer_?norm",
     ),
     (
-        Work.COPY,
+        OpClass.COPY,
         r"memcpy|memset|aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|fill_|zero_|zeros"
         r"|zeros_like|ones_like|ones|arange)\b|catarray|copy_kernel",
     ),
     (
-        Work.ELEMENTWISE,
+        OpClass.ELEMENTWISE,
         r"aten::(add|sub|mul|div|neg|exp|exp2|log|sqrt|rsqrt|pow|silu|gelu|sigmoid|tanh|relu"
         r"|silu_backward|gelu_backward|threshold_backward|sigmoid_backward|cos|sin|rsub|reciprocal"
         r"|clamp|addcmul|addcdiv|lerp|dropout|native_dropout|bitwise_\w+|eq|ne|lt|gt|le|ge|tril"
@@ -60,10 +60,10 @@ _PATTERNS: tuple[tuple[Work, str], ...] = (
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
 
 
-def work_of(name: str) -> Work:
+def op_class_of(name: str) -> OpClass:
     """Returns the kind of an operator or kernel."""
     lower = name.lower()
-    return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), Work.OTHER)
+    return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), OpClass.OTHER)
 
 
 def matmul_flops(name: str, input_dims: bytes) -> int:

@@ -17,7 +17,7 @@ from paceline.traces.events.spool import Spool, StepSpool
 from paceline.traces.steps.contention import ContentionTotals
 from paceline.traces.steps.operators import OperatorTime, OperatorTotals
 from paceline.traces.steps.overlap import StepRoles, StepTimes, step_times
-from paceline.traces.steps.self_time import own_work
+from paceline.traces.steps.self_time import step_self_times
 from paceline.traces.steps.timeline import Timeline
 
 _MAX_KEPT_SPANS = 500_000
@@ -103,7 +103,7 @@ class _Totals:
 
     def add(self, start: int, end: int, rank: int, events: EventTable) -> None:
         roles = StepRoles(events, self._catalog, has_device=rank in self._device_ranks)
-        work = own_work(roles.work, start, end)
+        work = step_self_times(roles.work, start, end)
         times = step_times(roles, self._catalog, start, end)
         self.operators.add(work, roles.ranges)
         self.contention.add(work, times.communicating + start)

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.traces.events import intervals
 from paceline.traces.events.intervals import Intervals
 from paceline.traces.events.spool import Spool
-from paceline.traces.steps.self_time import OwnWork
+from paceline.traces.steps.self_time import SelfTimes
 
 _SUM = np.dtype([("key", "i8"), ("count", "i8"), ("own", "i8")])
 
@@ -31,18 +31,18 @@ class ContentionTotals:
         self._sums = Spool(_SUM)
         self._steps: list[tuple[int, int]] = []
 
-    def add(self, work: OwnWork, communicating: Intervals) -> None:
+    def add(self, work: SelfTimes, communicating: Intervals) -> None:
         """Adds a step; an operator is beside communication if more than half of it is."""
         shared = intervals.covered(communicating, work.starts, work.ends)
         alone = shared == 0
         np.add.at(self._num_alone, work.keys[alone], 1)
-        np.add.at(self._alone, work.keys[alone], work.own[alone])
+        np.add.at(self._alone, work.keys[alone], work.self_time[alone])
         beside = 2 * shared > work.ends - work.starts
         keys, place = np.unique(work.keys[beside], return_inverse=True)
         sums = np.zeros(keys.size, dtype=_SUM)
         sums["key"] = keys
         np.add.at(sums["count"], place, 1)
-        np.add.at(sums["own"], place, work.own[beside])
+        np.add.at(sums["own"], place, work.self_time[beside])
         self._steps.append((self._sums.append(sums), keys.size))
 
     def finish(self) -> list[int]:

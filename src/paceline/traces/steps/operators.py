@@ -8,8 +8,8 @@ import numpy.typing as npt
 from paceline.core.ranges import WAIT, is_bucket_range, short_name, step_label
 from paceline.traces.events import intervals
 from paceline.traces.events.catalog import PROFILER_STEP, Catalog, EventTable
-from paceline.traces.events.op_classes import Work
-from paceline.traces.steps.self_time import OwnWork
+from paceline.traces.events.op_classes import OpClass
+from paceline.traces.steps.self_time import SelfTimes
 
 EVERYWHERE = "whole step"
 """In place of a range's name: all of the steps."""
@@ -23,10 +23,10 @@ class OperatorTime:
     """What one operator took inside of all ranges of one name, over all steps and ranks."""
 
     range_name: str
-    work: Work
+    op_class: OpClass
     name: str
     num_calls: int
-    own: int
+    self_time: int
     """Nanoseconds, without the operators that it called."""
     flops: int
     """Of matrix products, where the trace has the shapes of inputs."""
@@ -44,7 +44,7 @@ class OperatorTotals:
         self._totals: dict[tuple[str, int], tuple[int, int]] = {}
         self._range_names: set[str] = set()
 
-    def add(self, work: OwnWork, ranges: EventTable) -> None:
+    def add(self, work: SelfTimes, ranges: EventTable) -> None:
         """Adds a step."""
         self._add(EVERYWHERE, work, np.ones(work.keys.size, dtype=np.bool_))
         for key in np.unique(ranges["key"]).tolist():
@@ -61,25 +61,25 @@ class OperatorTotals:
     def rows(self) -> tuple[OperatorTime, ...]:
         """Returns the sums by range and operator, those that took longest first."""
         sums: dict[tuple[str, str], list[int]] = {}
-        works: dict[str, Work] = {}
+        op_classes: dict[str, OpClass] = {}
         for (range_name, number), (num_calls, own) in self._totals.items():
             key = self._catalog.keys[number]
-            works[key.name] = key.work
+            op_classes[key.name] = key.op_class
             total = sums.setdefault((range_name, key.name), [0, 0, 0])
             for place, value in enumerate((num_calls, own, num_calls * key.flops)):
                 total[place] += value
         rows = [
             OperatorTime(
                 range_name=range_name,
-                work=works[name],
+                op_class=op_classes[name],
                 name=name,
                 num_calls=num_calls,
-                own=own,
+                self_time=own,
                 flops=flops,
             )
             for (range_name, name), (num_calls, own, flops) in sums.items()
         ]
-        return tuple(sorted(rows, key=lambda row: (row.range_name, -row.own, row.name)))
+        return tuple(sorted(rows, key=lambda row: (row.range_name, -row.self_time, row.name)))
 
     def _is_wanted(self, name: str) -> bool:
         if step_label(name) is not None or is_bucket_range(name) or name == WAIT:
@@ -91,11 +91,11 @@ class OperatorTotals:
             self._range_names.add(name)
         return name in self._range_names
 
-    def _add(self, range_name: str, work: OwnWork, chosen: npt.NDArray[np.bool_]) -> None:
+    def _add(self, range_name: str, work: SelfTimes, chosen: npt.NDArray[np.bool_]) -> None:
         keys, place = np.unique(work.keys[chosen], return_inverse=True)
         calls = np.bincount(place, work.begins_here[chosen], keys.size).astype(np.int64)
         own = np.zeros(keys.size, dtype=np.int64)
-        np.add.at(own, place, work.own[chosen])
+        np.add.at(own, place, work.self_time[chosen])
         for key, num_calls, nanoseconds in zip(
             keys.tolist(), calls.tolist(), own.tolist(), strict=True
         ):

@@ -30,7 +30,7 @@ INTERPRETER_PAUSE_NS = 500_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Message:
+class CommunicationSpan:
     """One collective; nanoseconds."""
 
     name: str
@@ -63,7 +63,7 @@ class StepTimes:
     computing: Intervals
     """When, from the start of the step."""
     communicating: Intervals
-    messages: tuple[Message, ...]
+    messages: tuple[CommunicationSpan, ...]
     ranges: tuple[RangeSpan, ...]
 
     @property
@@ -145,12 +145,12 @@ def _set_of(events: EventTable, start: int, end: int) -> Intervals:
 
 def _messages(
     communication: EventTable, catalog: Catalog, computing: Intervals, start: int, end: int
-) -> tuple[Message, ...]:
+) -> tuple[CommunicationSpan, ...]:
     ordered = np.sort(communication, order=("start", "end"))
     starts, ends = np.clip(ordered["start"], start, end), np.clip(ordered["end"], start, end)
     hidden = intervals.covered(computing, starts, ends)
     return tuple(
-        Message(
+        CommunicationSpan(
             name=catalog.keys[key].name,
             start=begin - start,
             end=finish - start,

@@ -10,20 +10,20 @@ from paceline.traces.events.intervals import Intervals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnWork:
+class SelfTimes:
     """Operators of one step; arrays of one length."""
 
     keys: Intervals
     starts: Intervals
     ends: Intervals
     """Inside of the step."""
-    own: Intervals
+    self_time: Intervals
     """Nanoseconds of each without those that it calls."""
     begins_here: npt.NDArray[np.bool_]
     """Whether the step is the one that an operator begins in, and is counted in."""
 
 
-def own_work(work: EventTable, start: int, end: int) -> OwnWork:
+def step_self_times(work: EventTable, start: int, end: int) -> SelfTimes:
     """Gives every instant of each thread to the operator that began last."""
     starts, ends = np.clip(work["start"], start, end), np.clip(work["end"], start, end)
     own = np.zeros(work.size, dtype=np.int64)
@@ -31,11 +31,11 @@ def own_work(work: EventTable, start: int, end: int) -> OwnWork:
     borders = np.flatnonzero(np.diff(work["thread"][by_thread])) + 1
     for mine in np.split(by_thread, borders):
         own[mine] = self_times(starts[mine], ends[mine])
-    return OwnWork(
+    return SelfTimes(
         keys=work["key"].astype(np.int64),
         starts=starts,
         ends=ends,
-        own=own,
+        self_time=own,
         begins_here=(work["start"] >= start) & (work["start"] < end),
     )
 

@@ -20,7 +20,7 @@ from paceline.benchmarks.attention.measure import (
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.attention.sweep import attention_records
 from paceline.benchmarks.attention.timer import do_bench_samples
-from paceline.benchmarks.harness.devices import TORCH_DTYPES, Place
+from paceline.benchmarks.harness.devices import TORCH_DTYPES, HardwareLocation
 from paceline.core.units import MIB
 from paceline.records import find_kind
 
@@ -186,8 +186,8 @@ def test_the_triton_kernels_are_skipped_without_cuda() -> None:
 def test_the_case_of_the_record_has_every_declared_field() -> None:
     kind = find_kind("attention")
     for device, timer in (("cpu", "stopwatch"), ("cuda", "do_bench")):
-        place = Place(device=device, hardware="test", threads=1)
-        fields = attention_case_fields(make_case(32, implementation="sdpa"), place)
+        location = HardwareLocation(device=device, hardware="test", threads=1)
+        fields = attention_case_fields(make_case(32, implementation="sdpa"), location)
         assert set(fields) == {*kind.join_key, *kind.method}
         assert (fields["implementation"], fields["timer"]) == ("sdpa", timer)
 

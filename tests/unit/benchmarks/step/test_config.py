@@ -1,7 +1,7 @@
 import pytest
 
 from paceline.benchmarks.attention.config import AttentionSweep
-from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.collectives.config import CollectiveSweep
 from paceline.benchmarks.harness.config import RunLimits, ShapeOverrides
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
@@ -48,9 +48,9 @@ def test_overrides_make_a_shape_without_a_name() -> None:
         (lambda: RunLimits(memory_limit_gib=float("inf")), "--memory-limit-gib"),
         (lambda: list(StepSweep(model=("tiny",)).cases()), "unknown model 'tiny'"),
         (lambda: list(StepSweep(model=("xxl",)).cases()), "cannot build feed_forward='linear'"),
-        (lambda: CommunicationSweep(world_sizes=(1,)), "--world-sizes"),
-        (lambda: CommunicationSweep(timeout_s=0), "--timeout-s"),
-        (lambda: list(CommunicationSweep(sizes=("big",)).cases()), "'big'"),
+        (lambda: CollectiveSweep(world_sizes=(1,)), "--world-sizes"),
+        (lambda: CollectiveSweep(timeout_s=0), "--timeout-s"),
+        (lambda: list(CollectiveSweep(sizes=("big",)).cases()), "'big'"),
     ],
 )
 def test_nonsense_names_its_flag(make: object, complaint: str) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from paceline.accounting import count_parameters, flops_per_token, minimum_step_bytes
 from paceline.benchmarks.harness.config import ShapeOverrides
-from paceline.benchmarks.harness.devices import Place, peak_flops
+from paceline.benchmarks.harness.devices import HardwareLocation, peak_flops
 from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep, measure_step, step_case_fields
 from paceline.core import precision_preset
@@ -19,7 +19,7 @@ SWEEP = StepSweep(
     steps=3,
     shape=ShapeOverrides(num_layers=2, d_model=64, d_ff=128, num_heads=4, vocab_size=50),
 )
-PLACE = Place(device="cpu", hardware="test", threads=1)
+LOCATION = HardwareLocation(device="cpu", hardware="test", threads=1)
 
 
 def case_with(**changes: object) -> StepCase:
@@ -104,18 +104,18 @@ def test_the_lower_bound_of_memory_is_one(phase: Phase, vocab_size: int) -> None
 
 
 def test_the_case_of_the_record_has_every_declared_field() -> None:
-    fields = step_case_fields(case_with(), PLACE)
+    fields = step_case_fields(case_with(), LOCATION)
     kind = find_kind("step")
     assert set(fields) == {*kind.join_key, *kind.method}
 
 
 def test_utilization_uses_the_peak_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(device="cuda", hardware="a100-sxm-80gb", threads=1)
-    assert peak_flops(place, precision_preset("bfloat16")) == 312e12
-    assert peak_flops(place, precision_preset("float32")) == 19.5e12
+    location = HardwareLocation(device="cuda", hardware="a100-sxm-80gb", threads=1)
+    assert peak_flops(location, precision_preset("bfloat16")) == 312e12
+    assert peak_flops(location, precision_preset("float32")) == 19.5e12
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert peak_flops(place, precision_preset("float32")) == 156e12
-    assert peak_flops(PLACE, precision_preset("float32")) is None
+    assert peak_flops(location, precision_preset("float32")) == 156e12
+    assert peak_flops(LOCATION, precision_preset("float32")) is None
 
 
 def test_utilization_is_recorded_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from paceline.core.strategies import StrategyName
 STATES = 16 * count_parameters(CASE.shape).total
 
 
-def obstacle(usable: float, strategies: list[StrategyName], **place: object) -> str | None:
+def obstacle(usable: float, strategies: list[StrategyName], **topology: object) -> str | None:
     """Asks on behalf of four ranks."""
     ranks: Any = SimpleNamespace(
         run=lambda _function: int(usable),
         world_size=4,
-        place={"device": "cpu", "num_hosts": 1, **place},
+        topology={"device": "cpu", "num_hosts": 1, **topology},
     )
     case: StepCase = CASE
     return memory_obstacle(ranks, case, strategies)

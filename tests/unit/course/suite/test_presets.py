@@ -9,7 +9,7 @@ import pytest
 
 from paceline.accounting import count_parameters
 from paceline.benchmarks.attention.config import AttentionSweep
-from paceline.benchmarks.collectives.config import CommunicationSweep
+from paceline.benchmarks.collectives.config import CollectiveSweep
 from paceline.benchmarks.kernels.config import KernelSweep
 from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
 from paceline.benchmarks.step.config import StepCase, StepSweep
@@ -59,7 +59,7 @@ def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
             case OptimizerSweep():
                 step = {**_step_fields(case.step), **dataclasses.asdict(case.variant)}
                 yield {**step, "world_size": sweep.world_size}
-            case CommunicationSweep():
+            case CollectiveSweep():
                 for world_size in sweep.world_sizes or (2,):
                     common = {"device": sweep.device, "world_size": world_size}
                     yield {**dataclasses.asdict(case), **common}

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.traces.events.op_classes import Work, work_of
+from paceline.traces.events.op_classes import OpClass, op_class_of
 
 
 @pytest.mark.parametrize(
@@ -15,9 +15,9 @@ from paceline.traces.events.op_classes import Work, work_of
     ],
 )
 def test_attention_is_told_by_its_operators_and_kernels(name: str) -> None:
-    assert work_of(name) == Work.ATTENTION
+    assert op_class_of(name) == OpClass.ATTENTION
 
 
 def test_a_products_name_is_not_taken_for_attention() -> None:
-    assert work_of("aten::bmm") == Work.MATMUL
-    assert work_of("ampere_sgemm_128x64_tn") == Work.MATMUL
+    assert op_class_of("aten::bmm") == OpClass.MATMUL
+    assert op_class_of("ampere_sgemm_128x64_tn") == OpClass.MATMUL

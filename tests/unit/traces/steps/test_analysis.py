@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.ranges import FORWARD, WAIT, short_name, step_range
-from paceline.traces.events.op_classes import Work
+from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
 from paceline.traces.steps.operators import EVERYWHERE
 from paceline.traces.steps.overlap import INTERPRETER_PAUSE_NS
@@ -175,7 +175,7 @@ def test_operators_are_counted_inside_of_ranges(
         len(_cells([s for s in events if s.category == "cpu_op" and s.thread == thread], 0, 80))
         for thread in ((MAIN, OTHER) if has_message else (MAIN, OTHER, LINE))
     )
-    assert sum(_units(row.own) for row in everywhere) == busy
+    assert sum(_units(row.self_time) for row in everywhere) == busy
 
 
 def test_products_are_counted_with_their_operations() -> None:
@@ -193,8 +193,8 @@ def test_products_are_counted_with_their_operations() -> None:
         "aten::addmm": 210,
         "aten::bmm": 420,
     }
-    assert rows["aten::linear"].own == 400_000
-    assert all(row.work == Work.MATMUL for row in rows.values())
+    assert rows["aten::linear"].self_time == 400_000
+    assert all(row.op_class == OpClass.MATMUL for row in rows.values())
 
 
 def test_kernels_and_nccl_make_the_time_line_of_a_gpu() -> None:
@@ -214,10 +214,10 @@ def test_kernels_and_nccl_make_the_time_line_of_a_gpu() -> None:
     assert _parts(step) == {
         "step": 20, "busy": 7, "communication": 8, "overlapped": 3, "exposed": 5, "idle": 8,
     }  # fmt: skip
-    assert [(row.range_name, row.work) for row in analysis.operators] == [
-        (short_name(FORWARD), Work.MATMUL),
-        (EVERYWHERE, Work.MATMUL),
-        (EVERYWHERE, Work.COPY),
+    assert [(row.range_name, row.op_class) for row in analysis.operators] == [
+        (short_name(FORWARD), OpClass.MATMUL),
+        (EVERYWHERE, OpClass.MATMUL),
+        (EVERYWHERE, OpClass.COPY),
     ]
 
 
@@ -259,7 +259,7 @@ def test_an_operator_over_the_border_counts_in_both_steps_and_is_called_once() -
     analysis = _analyse(spans)
     assert [_units(step.times.busy) for step in analysis.steps] == [5, 2]
     assert [
-        (row.num_calls, _units(row.own))
+        (row.num_calls, _units(row.self_time))
         for row in analysis.operators
         if row.range_name == EVERYWHERE
     ] == [(1, 7)]

@@ -24,7 +24,7 @@ import triton
 from triton.errors import TritonError
 
 from paceline.kernels.attention.triton.launch import (
-    Launch,
+    KernelLaunch,
     launches_over,
     table_tilings,
 )
@@ -33,7 +33,7 @@ from paceline.kernels.attention.triton.tile_sizes import SMALLEST_BLOCK, Tiling,
 _LOGGER = logging.getLogger(__name__)
 _MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
 
-Measure = Callable[[Launch], float]
+Measure = Callable[[KernelLaunch], float]
 
 
 def cache_path() -> pathlib.Path:
@@ -144,7 +144,7 @@ def _try(
         return None
 
 
-def _time_on_gpu(launch: Launch) -> float:
+def _time_on_gpu(launch: KernelLaunch) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(launch.run, return_mode="median"))

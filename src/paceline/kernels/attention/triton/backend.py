@@ -15,7 +15,7 @@ from paceline.kernels.attention.triton.autotune import tuned_tilings
 from paceline.kernels.attention.triton.forward import attention_forward_kernel
 from paceline.kernels.attention.triton.launch import (
     POINTERS,
-    Launch,
+    KernelLaunch,
     backward_launches,
     forward_launch,
     table_tilings,
@@ -80,7 +80,7 @@ def triton_backward(
     return gradients
 
 
-def _run_beside(tensor: Tensor, *launches: Launch) -> None:
+def _run_beside(tensor: Tensor, *launches: KernelLaunch) -> None:
     """Runs kernels in this order on the tensor's device, which need not be the current one."""
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
         for launch in launches:

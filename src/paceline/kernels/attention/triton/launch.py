@@ -37,7 +37,7 @@ _DELTA_TILING = Tiling(block_queries=64, block_keys=16, num_warps=4, num_stages=
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """A kernel and everything that it is launched, or compiled, with."""
 
     kernel: Any
@@ -103,10 +103,10 @@ def forward_launch(
     diagonal: int | None,
     scale: float,
     tiling: Tiling,
-) -> Launch:
+) -> KernelLaunch:
     """Describes the forward kernel's launch; the scale must not be negative."""
     arguments, constants = _shared(query, key, value, diagonal, scale, tiling)
-    return Launch(
+    return KernelLaunch(
         kernel=attention_forward_kernel,
         num_programs=_num_tiles(query, tiling.block_queries),
         arguments=arguments | _strided("output", output) | {"lse": lse},
@@ -131,11 +131,11 @@ def backward_launches(
     diagonal: int | None,
     scale: float,
     tilings: Tilings,
-) -> tuple[Launch, Launch, Launch]:
+) -> tuple[KernelLaunch, KernelLaunch, KernelLaunch]:
     """Describes the launches of the backward kernels, which must run in this order."""
     delta = torch.empty_like(lse)
     from_above = _strided("output_gradient", output_gradient) | {"lse": lse, "delta": delta}
-    of_delta = Launch(
+    of_delta = KernelLaunch(
         kernel=attention_delta_kernel,
         num_programs=_num_tiles(query, _DELTA_TILING.block_queries),
         arguments=from_above
@@ -151,7 +151,7 @@ def backward_launches(
         num_stages=_DELTA_TILING.num_stages,
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.key_value_gradient)
-    of_key_and_value = Launch(
+    of_key_and_value = KernelLaunch(
         kernel=attention_key_value_gradient_kernel,
         num_programs=_num_tiles(key, tilings.key_value_gradient.block_keys),
         arguments=arguments
@@ -164,7 +164,7 @@ def backward_launches(
         num_stages=tilings.key_value_gradient.num_stages,
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.query_gradient)
-    of_query = Launch(
+    of_query = KernelLaunch(
         kernel=attention_query_gradient_kernel,
         num_programs=_num_tiles(query, tilings.query_gradient.block_queries),
         arguments=arguments
@@ -186,7 +186,7 @@ def launches_over(
     diagonal: int | None,
     scale: float,
     tilings: Tilings,
-) -> dict[str, Launch]:
+) -> dict[str, KernelLaunch]:
     """Describes every kernel's launch by its name, with results that nobody reads.
 
     It is what compiling or timing a kernel takes; the queries stand in for the output's gradient.

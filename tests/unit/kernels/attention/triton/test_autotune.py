@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from paceline.kernels.attention.triton import autotune
 from paceline.kernels.attention.triton.autotune import cache_path, candidates, search, tuned_tilings
 from paceline.kernels.attention.triton.backend import triton_forward
-from paceline.kernels.attention.triton.launch import Launch, architecture_of
+from paceline.kernels.attention.triton.launch import KernelLaunch, architecture_of
 from paceline.kernels.attention.triton.tile_sizes import Tiling, choose_tilings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +24,7 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     autotune._tuned.cache_clear()
 
 
-def _seconds(launch: Launch) -> float:
+def _seconds(launch: KernelLaunch) -> float:
     """Pretends that tiles of 32 x 16 by four warps are the fastest."""
     blocks = (int(launch.constants[f"BLOCK_{side}"]) for side in ("QUERIES", "KEYS"))
     return _pretended_seconds(Tiling(*blocks, launch.num_warps, launch.num_stages))
@@ -59,12 +59,12 @@ def test_candidates_are_neighbours_that_tensor_cores_can_multiply() -> None:
 def test_what_does_not_fit_is_left_out() -> None:
     from triton.runtime.errors import OutOfResources
 
-    def measure(launch: Launch) -> float:
+    def measure(launch: KernelLaunch) -> float:
         if launch.num_warps == 4:
             raise OutOfResources(2, 1, "shared memory")
         return _seconds(launch)
 
-    def fail(_launch: Launch) -> float:
+    def fail(_launch: KernelLaunch) -> float:
         raise RuntimeError("PassManager::run failed")
 
     tilings = search(QUERY, KEY, causal=False, measure=measure)
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     num_measured = 0
 
-    def measure(launch: Launch) -> float:
+    def measure(launch: KernelLaunch) -> float:
         nonlocal num_measured
         num_measured += 1
         return _seconds(launch)
