@@ -235,7 +235,7 @@ def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
     )
     assert result.returncode == 1
     record = decode_record(result.stdout.encode())
-    assert (record.outcome, record.reason) == ("timeout", "stopped after 1 s")
+    assert (record.outcome, record.reason) == ("timeout", "timed out after 1 s")
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path: pathlib.Path) -> None:

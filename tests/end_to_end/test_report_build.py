@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from paceline.records import RecordStore
-from paceline.workflows.cases import BatteryCase, Expected
-from paceline.workflows.suite import Battery
+from paceline.workflows.cases import Expected, SuiteCase
+from paceline.workflows.suite import Suite
 from tests.end_to_end.test_command_line import FAST, paceline
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -89,22 +89,22 @@ def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib
         assert overflow == "auto"
 
 
-def test_a_battery_measures_for_real(tmp_path: pathlib.Path) -> None:
+def test_a_suite_measures_for_real(tmp_path: pathlib.Path) -> None:
     arguments = ("bench", "step", *FAST, "--warmup", "1", "--steps", "1")
-    case = BatteryCase(
+    case = SuiteCase(
         name="tiny",
         deliverables=("benchmarking_script",),
         arguments=arguments,
         expected=(Expected(kind="step", fields={"model": "custom", "context": 16}),),
         seconds=10.0,
     )
-    battery = Battery(
+    suite = Suite(
         cases=(case,), store=RecordStore(tmp_path / "store.jsonl"), workspace=tmp_path / "work"
     )
-    assert battery.run(lambda _text: None) == 0
-    assert not battery.missing()
+    assert suite.run(lambda _text: None) == 0
+    assert not suite.missing()
     example = subprocess.run(
-        [sys.executable, ROOT / "examples" / "build_report.py", battery.store.path],
+        [sys.executable, ROOT / "examples" / "build_report.py", suite.store.path],
         capture_output=True,
         text=True,
         check=True,

@@ -160,7 +160,7 @@ def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
 
 def _build(command: BuildCommand) -> None:
     from paceline.course.suite.build import measure_and_write
-    from paceline.course.suite.presets import battery_cases
+    from paceline.course.suite.presets import suite_cases
     from paceline.scaling import read_sweep
 
     runs = command.runs
@@ -168,7 +168,7 @@ def _build(command: BuildCommand) -> None:
         runs = pathlib.Path(os.environ[_COURSE_DATA])
     if runs is not None:
         read_sweep(runs)  # A file that cannot be read is better known before hours of measuring.
-    cases = () if command.preset is None else battery_cases(command.preset, quick=command.quick)
+    cases = () if command.preset is None else suite_cases(command.preset, quick=command.quick)
     console = stderr_console()
     built = measure_and_write(
         command.store.store,
@@ -177,9 +177,9 @@ def _build(command: BuildCommand) -> None:
         runs=runs,
         say=lambda text: console.print(f"paceline: {text}", markup=False, soft_wrap=True),
     )
-    if built.num_unanswered:
+    if built.num_failed:
         console.print(
-            f"paceline: cases without an answer: {built.num_unanswered}; the report says why, and "
+            f"paceline: failed cases: {built.num_failed}; the report says why, and "
             "the same command tries again what may yet succeed",
             soft_wrap=True,
         )

@@ -10,7 +10,7 @@ from paceline.records.kinds import ATTEMPT, PREDICTION
 from paceline.reports.document.model import AnsweredPart, Report, Section
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_machines
-from paceline.workflows.cases import SEPARATOR
+from paceline.workflows.cases import SEPARATOR, is_partial
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
 
 
 def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
-    parts, failures = [], list(_failures(deliverable.name, evidence))
+    attempts = _unsuccessful(deliverable.name, evidence)
+    parts, failures = [], [_describe(each) for each in attempts if not is_partial(each)]
     for part in deliverable.parts:
         try:
             blocks = part.answer(evidence)
@@ -60,19 +61,24 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
         title=deliverable.title,
         parts=tuple(parts),
         failures=tuple(failures),
+        incomplete=tuple(_describe(each) for each in attempts if is_partial(each)),
     )
 
 
-def _failures(name: str, evidence: Evidence) -> tuple[str, ...]:
-    """Returns the attempts to measure a deliverable that came to nothing, the last of each."""
+def _unsuccessful(name: str, evidence: Evidence) -> list[Record]:
+    """Returns the last attempts to measure a deliverable that failed or measured only a part."""
     last: dict[CaseValue, Record] = {}
     for record in evidence.find(ATTEMPT):
         # Machines of several kinds run cases of one name by different commands.
         command = record.case["command"]
         if command not in last or record.environment.time >= last[command].environment.time:
             last[command] = record
-    return tuple(
-        f"{record.case['command']}: {record.outcome}: {record.reason}"
+    return [
+        record
         for record in last.values()
         if record.outcome != "ok" and name in str(record.case["deliverables"]).split(SEPARATOR)
-    )
+    ]
+
+
+def _describe(attempt: Record) -> str:
+    return f"{attempt.case['command']}: {attempt.outcome}: {attempt.reason}"

@@ -1,4 +1,4 @@
-"""One command of a battery, and the records by which it is known to have been run."""
+"""One command of a suite, and the records by which it is known to have been run."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,8 @@ from paceline.records import CaseValue, Environment, Record
 
 SEPARATOR = "; "
 """Between the names of the deliverables that an attempt to measure is for."""
+NUM_MEASURED = "num_measured"
+"""Metric of an attempt: the expected records that it measured."""
 _TOO_LARGE = ("skipped", "out_of_memory")
 """Outcomes that another attempt on the same machine would only repeat."""
 
@@ -28,11 +30,11 @@ class Expected:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatteryCase:
+class SuiteCase:
     """A command that measures something for a report."""
 
     name: str
-    """Unique in a battery."""
+    """Unique in a suite."""
     deliverables: tuple[str, ...]
     """What it helps to answer."""
     arguments: tuple[str, ...]
@@ -64,6 +66,12 @@ class BatteryCase:
     def leaves(self, record: Record) -> bool:
         """Returns whether a record is one that the command is run for."""
         return any(each.matches(record) for each in self.expected)
+
+
+def is_partial(attempt: Record) -> bool:
+    """Returns whether an attempt measured a part of what it was made for."""
+    measured = attempt.metrics.get(NUM_MEASURED)
+    return attempt.outcome != "ok" and measured is not None and measured.value > 0
 
 
 def _was_too_large(record: Record, here: Environment) -> bool:

@@ -1,8 +1,8 @@
 """Runs what is missing in a store, command by command, each in a process of its own.
 
-Invariants: what the store has is not run again, so a battery that was interrupted goes on where it
+Invariants: what the store has is not run again, so a suite that was interrupted goes on where it
 was; a command that fails, hangs or is killed leaves an attempt in the store and the next one
-begins; no command outlives the battery.
+begins; no command outlives the suite.
 """
 
 import collections
@@ -20,7 +20,7 @@ from paceline.core.processes import die_with_parent, exit_code_of, termination_a
 from paceline.core.units import format_seconds
 from paceline.records import Metric, Outcome, Record, RecordStore, capture_environment
 from paceline.records.kinds import ATTEMPT
-from paceline.workflows.cases import SEPARATOR, BatteryCase
+from paceline.workflows.cases import NUM_MEASURED, SEPARATOR, SuiteCase, is_partial
 
 _ERROR = "paceline: error: "
 _LONGEST_REASON = 300
@@ -30,26 +30,27 @@ _SLOWEST = 6.0
 """A command may take this many times as long as expected."""
 _GRACE_S = 10.0
 _RECORDS = "records.jsonl"
+_INCOMPLETE = "it left only some of its records"
 
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Battery:
-    """A battery and where its results go."""
+class Suite:
+    """A suite and where its results go."""
 
-    cases: Sequence[BatteryCase]
+    cases: Sequence[SuiteCase]
     store: RecordStore
     workspace: pathlib.Path
     """Directory for what commands print and write beside records."""
 
-    def missing(self) -> list[BatteryCase]:
+    def missing(self) -> list[SuiteCase]:
         """Returns the cases whose records are not all in the store."""
         records, here = self._records(), capture_environment()
         return [case for case in self.cases if not case.is_answered(records, here)]
 
     def run(self, say: Say) -> int:
-        """Runs what is missing; returns how many cases have no answer in the end.
+        """Runs what is missing; returns how many cases failed.
 
         Args:
             say: Is told of every case and of the time that is left.
@@ -59,63 +60,73 @@ class Battery:
         if done:
             say(f"{done} of {len(self.cases)} cases are in {self.store.path} already")
         num_failed = 0
-        taken = expected = 0.0
+        taken_s = estimated_s = 0.0
         with termination_as_exit():
             for number, case in enumerate(missing, start=1):
-                left = sum(each.seconds for each in missing[number - 1 :])
-                pace = taken / expected if expected else 1.0
-                say(f"[{number}/{len(missing)}, about {_minutes(left * pace)} left] {case.command}")
-                begin = time.monotonic()
-                reason = self._attempt(case)
-                taken += time.monotonic() - begin
-                expected += case.seconds
-                num_failed += reason is not None
-                ending = "done" if reason is None else f"no answer: {reason}"
-                say(f"  {ending} ({format_seconds(time.monotonic() - begin)})")
+                left_s = sum(each.seconds for each in missing[number - 1 :])
+                pace = taken_s / estimated_s if estimated_s else 1.0
+                say(
+                    f"[{number}/{len(missing)}, about {_minutes(left_s * pace)} left] "
+                    f"{case.command}"
+                )
+                attempt = self._attempt(case, _limit_s(case, pace))
+                has_failed = attempt.outcome != "ok" and not is_partial(attempt)
+                num_failed += has_failed
+                case_s = attempt.metrics["time_s"].value
+                if not has_failed:
+                    # A case that failed or hung says nothing of the machine's speed.
+                    taken_s += case_s
+                    estimated_s += case.seconds
+                say(f"  {_ending(attempt)} ({format_seconds(case_s)})")
         return num_failed
 
-    def _attempt(self, case: BatteryCase) -> str | None:
-        """Runs a case and records what became of it; returns why there is no answer."""
+    def _attempt(self, case: SuiteCase, limit_s: float) -> Record:
+        """Runs a case and records what became of it."""
         begin = time.monotonic()
         num_before = len(self._records())
-        outcome, reason = self._run(case)
+        outcome, reason = self._run(case, limit_s)
         records, here = self._records(), capture_environment()
         left = [record for record in records[num_before:] if case.leaves(record)]
         obstacle = next((record for record in reversed(left) if not record.metrics), None)
-        # Where something was measured, what was too large is part of the answer.
-        if case.is_answered(records, here) and any(record.metrics for record in left):
-            outcome, reason = "ok", None
-        elif obstacle is not None:
+        if obstacle is not None:
             outcome, reason = obstacle.outcome, obstacle.reason or reason
-        elif outcome == "ok":
+        elif outcome == "ok" and not left:
             outcome, reason = "failed", "it left none of its records"
-        self.store.append(
-            Record(
-                kind=ATTEMPT,
-                case={
-                    "name": case.name,
-                    "deliverables": SEPARATOR.join(case.deliverables),
-                    "command": case.command,
-                },
-                environment=here,
-                metrics={"time_s": Metric(value=time.monotonic() - begin)},
-                outcome=outcome,
-                reason=reason,
-            )
+        num_measured = sum(bool(record.metrics) for record in left)
+        if num_measured and case.is_answered(records, here):
+            # Where something was measured, what was too large is part of the answer.
+            outcome, reason = "ok", None
+        elif num_measured:
+            outcome = "failed" if outcome == "ok" else outcome
+            reason = f"{reason or _INCOMPLETE} (partial results kept)"
+        attempt = Record(
+            kind=ATTEMPT,
+            case={
+                "name": case.name,
+                "deliverables": SEPARATOR.join(case.deliverables),
+                "command": case.command,
+            },
+            environment=here,
+            metrics={
+                "time_s": Metric(value=time.monotonic() - begin),
+                NUM_MEASURED: Metric(value=num_measured),
+            },
+            outcome=outcome,
+            reason=reason,
         )
-        return reason
+        self.store.append(attempt)
+        return attempt
 
-    def _run(self, case: BatteryCase) -> tuple[Outcome, str | None]:
+    def _run(self, case: SuiteCase, limit_s: float) -> tuple[Outcome, str | None]:
         directory = self.workspace / case.name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         log = directory / "log.txt"
         process = _start(self._command_line(case, directory), log)
-        limit = max(_SHORTEST_LIMIT_S, _SLOWEST * case.seconds)
         try:
-            return_code = process.wait(limit)
+            return_code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return "timeout", f"stopped after {format_seconds(limit)}"
+            return_code = None
         finally:
             _end_group(process)
         if case.records_in == "directory" and (directory / _RECORDS).exists():
@@ -123,11 +134,13 @@ class Battery:
             # What the case is known by comes last: whoever finds it finds the others too.
             for record in sorted(records, key=case.leaves):
                 self.store.append(record)
+        if return_code is None:
+            return "timeout", f"timed out after {format_seconds(limit_s)}"
         if return_code == 0:
             return "ok", None
         return "failed", _last_words(log, exit_code_of(return_code))
 
-    def _command_line(self, case: BatteryCase, directory: pathlib.Path) -> list[str]:
+    def _command_line(self, case: SuiteCase, directory: pathlib.Path) -> list[str]:
         # Not the installed script: this must be the Paceline that is running.
         paceline = [sys.executable, "-m", "paceline"]
         where = ["--out", str(directory.resolve())]
@@ -138,6 +151,17 @@ class Battery:
 
     def _records(self) -> list[Record]:
         return list(self.store.read()) if self.store.path.exists() else []
+
+
+def _limit_s(case: SuiteCase, pace: float) -> float:
+    """Returns how long a case may take, longer where earlier cases took longer than estimated."""
+    return max(_SHORTEST_LIMIT_S, _SLOWEST * case.seconds) * max(1.0, pace)
+
+
+def _ending(attempt: Record) -> str:
+    if attempt.reason is None:
+        return "done"
+    return f"{'incomplete' if is_partial(attempt) else 'failed'}: {attempt.reason}"
 
 
 def _start(command: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:

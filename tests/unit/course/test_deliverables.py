@@ -21,7 +21,7 @@ from paceline.course.answers import (
 )
 from paceline.course.deliverables import DELIVERABLES, Part
 from paceline.course.report import build_report
-from paceline.course.suite.presets import battery_cases
+from paceline.course.suite.presets import suite_cases
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
 from paceline.scaling import LossSurface, synthetic_sweep
@@ -112,11 +112,11 @@ def test_every_block_says_where_it_was_measured(part: Part) -> None:
 
 
 def _commands() -> list[str]:
-    battery = [
+    suite = [
         case.command + (" --out somewhere" if case.records_in == "directory" else "")
         for preset in ("laptop", "2gpu", "8gpu")
         for quick in (False, True)
-        for case in battery_cases(preset, quick=quick)  # type: ignore[arg-type]
+        for case in suite_cases(preset, quick=quick)  # type: ignore[arg-type]
     ]
     printed = [
         command
@@ -124,10 +124,10 @@ def _commands() -> list[str]:
         for part in deliverable.parts
         for command in part.commands
     ]
-    return list(dict.fromkeys([*printed, *battery]))
+    return list(dict.fromkeys([*printed, *suite]))
 
 
-def test_every_command_of_the_report_and_of_the_battery_is_one(
+def test_every_command_of_the_report_and_of_the_suite_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed = []
@@ -149,7 +149,7 @@ def test_tyro_refuses_what_is_no_command() -> None:
 @pytest.mark.parametrize("preset", ["laptop", "2gpu", "8gpu"])
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_preset_measures_every_deliverable(preset: Any, quick: bool) -> None:
-    cases = battery_cases(preset, quick=quick)
+    cases = suite_cases(preset, quick=quick)
     assert len({case.name for case in cases}) == len(cases)
     covered = {name for case in cases for name in case.deliverables}
     asked = {each.name for each in DELIVERABLES if any(part.commands for part in each.parts)}

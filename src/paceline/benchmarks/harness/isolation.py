@@ -72,7 +72,7 @@ def run_isolated(
                 continue
             outcome, result, reason = content
             return IsolatedRun(outcome=outcome, result=result, reason=reason)
-        return IsolatedRun(outcome="timeout", reason=f"stopped after {timeout_s:.0f} s")
+        return IsolatedRun(outcome="timeout", reason=f"timed out after {timeout_s:.0f} s")
     except EOFError:
         process.join()
         return _died(process.exitcode, memory_limit_bytes)

@@ -8,10 +8,10 @@ from paceline.course.report import build_report
 from paceline.records import Record, RecordStore
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import write_markdown
-from paceline.workflows.cases import BatteryCase
-from paceline.workflows.suite import Battery, Say
+from paceline.workflows.cases import SuiteCase
+from paceline.workflows.suite import Say, Suite
 
-_WORKSPACE = "battery"
+_WORKSPACE = "suite"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,15 +19,15 @@ class BuiltReport:
     """Where a report was written, and what it lacks."""
 
     paths: tuple[pathlib.Path, ...]
-    num_unanswered: int
-    """Cases that have no answer although they were tried."""
+    num_failed: int
+    """Cases that were tried and left nothing."""
 
 
 def measure_and_write(
     store: pathlib.Path,
     directory: pathlib.Path,
     *,
-    cases: Sequence[BatteryCase],
+    cases: Sequence[SuiteCase],
     runs: pathlib.Path | None,
     say: Say,
 ) -> BuiltReport:
@@ -40,12 +40,12 @@ def measure_and_write(
         runs: Training runs for the scaling-law question.
         say: Is told of progress.
     """
-    num_unanswered = 0
+    num_failed = 0
     if cases:
-        battery = Battery(cases=cases, store=RecordStore(store), workspace=directory / _WORKSPACE)
-        num_unanswered = battery.run(say)
+        suite = Suite(cases=cases, store=RecordStore(store), workspace=directory / _WORKSPACE)
+        num_failed = suite.run(say)
     paths = write_report(list(RecordStore(store).read()), directory, runs)
-    return BuiltReport(paths=paths, num_unanswered=num_unanswered)
+    return BuiltReport(paths=paths, num_failed=num_failed)
 
 
 def write_report(

@@ -1,4 +1,4 @@
-"""The battery's cases that need several ranks and train: strategies, buckets, traces, sharding."""
+"""The suite's cases that need several ranks and train: strategies, buckets, traces, sharding."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.course.suite.scales import CONTEXT, RATES, Scale, words
 from paceline.records import CaseValue
 from paceline.records.kinds import LINK_RATE
-from paceline.workflows.cases import BatteryCase, Expected
+from paceline.workflows.cases import Expected, SuiteCase
 
 _WARMUP = 1
 _AUTO_WARMUP = 5
@@ -27,7 +27,7 @@ _DATA_PARALLEL = (
 )
 
 
-def parallel_cases(scale: Scale) -> Iterator[BatteryCase]:
+def parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
     """Yields steps of strategies and traces of them: on links where a laptop emulates them.
 
     A comparison holds all its variants in memory at once, so there are two: of the strategies, and
@@ -41,7 +41,7 @@ def parallel_cases(scale: Scale) -> Iterator[BatteryCase]:
         ("torch_ddp", "bucketed"),
         (_USUAL_BUCKET, *scale.bucket_sizes),
     )
-    yield BatteryCase(
+    yield SuiteCase(
         name="timelines",
         deliverables=_DATA_PARALLEL[-1:],
         arguments=(
@@ -65,11 +65,11 @@ def _compared(
     deliverables: tuple[str, ...],
     strategies: tuple[StrategyName, ...],
     sizes: tuple[str, ...],
-) -> BatteryCase:
+) -> SuiteCase:
     # Figures that were warmed up differently are not laid side by side.
     warmup = _AUTO_WARMUP if "auto" in scale.bucket_sizes else _WARMUP
     variants = tuple(_variants(strategies, sizes))
-    return BatteryCase(
+    return SuiteCase(
         name=name,
         deliverables=deliverables,
         arguments=(
@@ -136,9 +136,9 @@ def _variants(
                 yield strategy, size
 
 
-def sharding_cases(scale: Scale) -> Iterator[BatteryCase]:
+def sharding_cases(scale: Scale) -> Iterator[SuiteCase]:
     """Yields the memory of steps by what it holds, with and without sharding."""
-    yield BatteryCase(
+    yield SuiteCase(
         name="sharding",
         deliverables=("optimizer_state_sharding",),
         arguments=(

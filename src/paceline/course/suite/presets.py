@@ -1,4 +1,4 @@
-"""The batteries: which commands measure what a report needs.
+"""The suites: which commands measure what a report needs.
 
 Every case is built together with the records that it will leave, from the same values, so that the
 two cannot part.
@@ -12,7 +12,7 @@ from paceline.course.suite.parallel_presets import parallel_cases, sharding_case
 from paceline.course.suite.scales import CONTEXT, RATES, PresetName, Scale, find_scale, flag, words
 from paceline.records import CaseValue
 from paceline.records.kinds import LINK_RATE
-from paceline.workflows.cases import BatteryCase, Expected
+from paceline.workflows.cases import Expected, SuiteCase
 
 _KERNELS: dict[str, CaseValue] = {
     "head_dim": 64,
@@ -25,7 +25,7 @@ _BATCH = 4
 _NAIVE_BATCH = 8
 
 
-def battery_cases(preset: PresetName, *, quick: bool = False) -> tuple[BatteryCase, ...]:
+def suite_cases(preset: PresetName, *, quick: bool = False) -> tuple[SuiteCase, ...]:
     """Returns the cases of a preset in the order of the report.
 
     Args:
@@ -43,12 +43,12 @@ def battery_cases(preset: PresetName, *, quick: bool = False) -> tuple[BatteryCa
     )
 
 
-def _step_cases(scale: Scale) -> Iterator[BatteryCase]:
+def _step_cases(scale: Scale) -> Iterator[SuiteCase]:
     samples: dict[str, CaseValue] = {"warmup": scale.step_warmup, "steps": scale.steps}
     flags = words(*("--warmup", scale.step_warmup, "--steps", scale.steps))
     common = ("bench", "step", "--device", scale.device)
     for model, seconds in scale.models.items():
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"step-{model}",
             deliverables=("benchmarking_script", "benchmarking_mixed_precision"),
             arguments=(*common, "--model", model, "--precision", "float32", "bfloat16", *flags),
@@ -59,7 +59,7 @@ def _step_cases(scale: Scale) -> Iterator[BatteryCase]:
             seconds=seconds,
         )
     model = scale.small_model
-    yield BatteryCase(
+    yield SuiteCase(
         name="step-warmup",
         deliverables=("benchmarking_script",),
         arguments=(
@@ -71,7 +71,7 @@ def _step_cases(scale: Scale) -> Iterator[BatteryCase]:
         ),
         seconds=2 * scale.seconds,
     )
-    yield BatteryCase(
+    yield SuiteCase(
         name="step-compile",
         deliverables=("torch_compile",),
         arguments=(*common, "--model", model, "--compile", *flags),
@@ -79,7 +79,7 @@ def _step_cases(scale: Scale) -> Iterator[BatteryCase]:
         seconds=3 * scale.seconds,
     )
     context = scale.contexts[0]
-    yield BatteryCase(
+    yield SuiteCase(
         name="step-naive",
         deliverables=("nsys_profile",),
         arguments=(
@@ -105,7 +105,7 @@ def _step(scale: Scale, model: str, **fields: CaseValue) -> Expected:
     return Expected(kind="step", fields={**usual, "model": model, "device": scale.device, **fields})
 
 
-def _profile_cases(scale: Scale) -> Iterator[BatteryCase]:
+def _profile_cases(scale: Scale) -> Iterator[SuiteCase]:
     traced = [(scale.contexts[0], "forward", "float32")]
     traced += [(context, "train", "float32") for context in scale.contexts]
     traced += [(scale.contexts[0], "train", "bfloat16")]
@@ -117,7 +117,7 @@ def _profile_cases(scale: Scale) -> Iterator[BatteryCase]:
             "phase": phase,
             "precision": precision,
         }
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"profile-{phase}-{context}-{precision}",
             deliverables=("nsys_profile", "memory_profiling"),
             arguments=(
@@ -141,7 +141,7 @@ def _profile_cases(scale: Scale) -> Iterator[BatteryCase]:
         )
 
 
-def _attention_cases(scale: Scale) -> Iterator[BatteryCase]:
+def _attention_cases(scale: Scale) -> Iterator[SuiteCase]:
     limit = ("--device", scale.device, "--time-limit-s", str(scale.attention_limit_s))
     naive: dict[str, CaseValue] = {
         "implementation": "naive",
@@ -150,7 +150,7 @@ def _attention_cases(scale: Scale) -> Iterator[BatteryCase]:
     }
     for width in scale.attention_widths:
         lengths = scale.attention_lengths
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"attention-{width}",
             deliverables=("pytorch_attention", "torch_compile"),
             arguments=(
@@ -162,7 +162,7 @@ def _attention_cases(scale: Scale) -> Iterator[BatteryCase]:
             ),
             seconds=len(lengths) * (3 + 2 * scale.attention_limit_s),
         )
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"attention-{width}-compiled",
             deliverables=("torch_compile",),
             arguments=(
@@ -177,7 +177,7 @@ def _attention_cases(scale: Scale) -> Iterator[BatteryCase]:
         )
     for width, dtype in itertools.product(scale.flash_widths, ("float32", "bfloat16")):
         cases = list(itertools.product(scale.implementations, scale.flash_lengths))
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"flash-{width}-{dtype}",
             deliverables=("flash_benchmarking",),
             arguments=(
@@ -199,7 +199,7 @@ def _attention_cases(scale: Scale) -> Iterator[BatteryCase]:
             ),
             seconds=len(cases) * (3 + 2 * scale.attention_limit_s),
         )
-    yield BatteryCase(
+    yield SuiteCase(
         name="kernels",
         deliverables=("flash_forward, flash_backward",),
         arguments=(
@@ -219,10 +219,10 @@ def _attention(scale: Scale, **fields: CaseValue) -> Expected:
     return Expected(kind="attention", fields={**usual, **fields})
 
 
-def _communication_cases(scale: Scale) -> Iterator[BatteryCase]:
+def _communication_cases(scale: Scale) -> Iterator[SuiteCase]:
     common = ("bench", "comm", "--device", scale.device, "--steps", "10", "--time-limit-s", "5")
     for world_size in scale.world_sizes:
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"all-reduce-{world_size}",
             deliverables=("distributed_communication_single_node",),
             arguments=(*(*common, "--world-sizes", str(world_size), "--sizes", *scale.messages),),
@@ -231,7 +231,7 @@ def _communication_cases(scale: Scale) -> Iterator[BatteryCase]:
         )
     sizes = tuple(size for size in scale.messages if size != "1GB")
     for rate in scale.lab_rates:
-        yield BatteryCase(
+        yield SuiteCase(
             name=f"all-reduce-{rate}",
             deliverables=("distributed_communication_single_node",),
             arguments=(*common, "--sizes", *sizes),

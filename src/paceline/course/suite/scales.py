@@ -1,4 +1,4 @@
-"""How large a battery is on each kind of machine: models, sizes, samples."""
+"""How large a suite is on each kind of machine: models, sizes, samples."""
 
 import dataclasses
 from typing import Literal

@@ -40,9 +40,12 @@ def _section_lines(number: int, section: Section) -> list[str]:
     lines = [f"## {number}. {_text(section.title)}", "", f"`{section.name}`", ""]
     for part in section.parts:
         lines += _part_lines(part)
-    if section.failures:
-        lines += ["Attempts that came to nothing:", ""]
-        lines += [*(f"- {_text(failure)}" for failure in section.failures), ""]
+    for title, runs in (
+        ("Failed runs:", section.failures),
+        ("Incomplete runs:", section.incomplete),
+    ):
+        if runs:
+            lines += [title, "", *(f"- {_text(run)}" for run in runs), ""]
     return lines
 
 

@@ -65,7 +65,9 @@ class Section:
     title: str
     parts: tuple[AnsweredPart, ...]
     failures: tuple[str, ...] = ()
-    """Attempts to measure it that came to nothing."""
+    """Failed runs of what measures it, with the reasons."""
+    incomplete: tuple[str, ...] = ()
+    """Runs that measured only a part, with the reasons."""
 
     @property
     def is_complete(self) -> bool:

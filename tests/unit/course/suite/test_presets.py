@@ -1,4 +1,4 @@
-"""A battery's cases ask for the very records by which they are known to have been run."""
+"""A suite's cases ask for the very records by which they are known to have been run."""
 
 import dataclasses
 import shlex
@@ -18,9 +18,9 @@ from paceline.cli.bench import BenchCommand
 from paceline.cli.main import parse
 from paceline.core import model_preset
 from paceline.core.units import GB
-from paceline.course.suite.presets import battery_cases
+from paceline.course.suite.presets import suite_cases
 from paceline.course.suite.scales import find_scale
-from paceline.workflows.cases import BatteryCase
+from paceline.workflows.cases import SuiteCase
 
 PRESETS = [(preset, quick) for preset in ("laptop", "2gpu", "8gpu") for quick in (False, True)]
 # Known only where the command runs, or when it has.
@@ -74,8 +74,8 @@ def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
                 yield dataclasses.asdict(case)
 
 
-def _bench_cases(preset: Any, quick: bool) -> list[BatteryCase]:
-    return [case for case in battery_cases(preset, quick=quick) if case.arguments[0] == "bench"]
+def _bench_cases(preset: Any, quick: bool) -> list[SuiteCase]:
+    return [case for case in suite_cases(preset, quick=quick) if case.arguments[0] == "bench"]
 
 
 @pytest.mark.parametrize(("preset", "quick"), PRESETS)
@@ -91,7 +91,7 @@ def test_every_command_leaves_the_records_that_it_is_known_by(preset: str, quick
 
 @pytest.mark.parametrize(("preset", "quick"), PRESETS)
 def test_names_are_unique_and_times_are_given(preset: Any, quick: bool) -> None:
-    cases = battery_cases(preset, quick=quick)
+    cases = suite_cases(preset, quick=quick)
     assert len({case.name for case in cases}) == len(cases)
     assert all(case.seconds > 0 and case.expected for case in cases)
 
@@ -107,5 +107,5 @@ def test_what_gpus_compare_at_once_fits_eighty_gigabytes(preset: Any, quick: boo
 
 
 def test_a_quick_laptop_takes_a_quarter_of_an_hour_at_most() -> None:
-    cases = battery_cases("laptop", quick=True)
+    cases = suite_cases("laptop", quick=True)
     assert sum(case.seconds for case in cases) < 14 * 60
