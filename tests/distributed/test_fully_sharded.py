@@ -289,7 +289,7 @@ def _present(container: FullyShardedDataParallel) -> list[ShardedLayer]:
     return [
         layer
         for layer in container._layers
-        if any(flat.untyped_storage().nbytes() for flat in layer.flats)
+        if any(flat.untyped_storage().nbytes() for flat in layer.buffers)
     ]
 
 

@@ -24,7 +24,7 @@ from paceline.parallel import (
     ShardedOptimizer,
     merge_shards,
 )
-from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering
+from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
 from paceline.parallel.zero import flat_parameters
 from tests.distributed.toys import (
     MODELS,
@@ -217,7 +217,7 @@ def _spoil_what_is_under_way(
 ) -> Pending:
     """Gathers into memory of its own; what is under way is not a number until it is waited for."""
     arriving = flat.clone()
-    pending = start_gathering(arriving, borders, group)
+    pending = start_all_gather(arriving, borders, group)
     flat.fill_(float("nan"))
     wait = pending.wait
 
@@ -237,8 +237,8 @@ def _read_others(rank: int, world_size: int) -> None:
     sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
     whole = SGD(oracle.parameters(), lr=0.1)
     inputs = [data(0, r).reshape(2, 3, WIDTH) for r in range(world_size)]
-    before, flat_parameters.start_gathering = (
-        flat_parameters.start_gathering,
+    before, flat_parameters.start_all_gather = (
+        flat_parameters.start_all_gather,
         _spoil_what_is_under_way,
     )
     try:
@@ -251,7 +251,7 @@ def _read_others(rank: int, world_size: int) -> None:
         assert all(bool(value.isfinite().all()) for value in part.values())
         _require_close(ours, oracle)
     finally:
-        flat_parameters.start_gathering = before
+        flat_parameters.start_all_gather = before
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -134,7 +134,7 @@ class Bucket:
         self.buffer = torch.zeros(
             plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
         )
-        self._presence = self.buffer[plan.num_elements :]
+        self._used = self.buffer[plan.num_elements :]
         self._addresses = [
             self.buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots
         ]
@@ -152,24 +152,24 @@ class Bucket:
         """Moves a gradient into the buffer as it is, because it is not to be sent yet."""
         self._move(position, 1.0)
 
-    def take(self, position: int, share: float) -> bool:
-        """Moves a gradient into the buffer; returns whether it is scaled to its share there."""
-        scale = 1.0 if self._scales_message else share
+    def take(self, position: int, weight: float) -> bool:
+        """Moves a gradient into the buffer; returns whether it was multiplied by the weight."""
+        scale = 1.0 if self._scales_message else weight
         return self._move(position, scale) and scale != 1.0
 
-    def pack(self, scaled: set[int], share: float) -> Tensor:
+    def pack(self, scaled: set[int], weight: float) -> Tensor:
         """Returns this rank's part of the sum, with zeros for what is missing.
 
         Args:
-            scaled: Positions whose gradients are scaled to their share already.
-            share: What this rank's gradients count for.
+            scaled: Positions whose gradients are multiplied by the weight already.
+            weight: Factor of this rank's gradients in the average.
         """
-        self._fill(scaled, 1.0 if self._scales_message else share)
+        self._fill(scaled, 1.0 if self._scales_message else weight)
         if self._message_dtype == self.plan.dtype:
             return self.buffer
         message = self.buffer.to(self._message_dtype)
         if self._scales_message:
-            message[: self.plan.num_elements].mul_(share)
+            message[: self.plan.num_elements].mul_(weight)
         return message
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -186,9 +186,9 @@ class Bucket:
             position for position, parameter in enumerate(self.parameters) if parameter.grad is None
         ]
         if missing:
-            presence = self._presence.tolist()
+            used = self._used.tolist()
             for position in missing:
-                if presence[position]:
+                if used[position]:
                     self.parameters[position].grad = self._views[position]
 
     def _move(self, position: int, scale: float) -> bool:
@@ -212,7 +212,7 @@ class Bucket:
         return True
 
     def _fill(self, scaled: set[int], scale: float) -> None:
-        self._presence.fill_(1)
+        self._used.fill_(1)
         if len(scaled) == len(self.parameters):
             return
         for position, (parameter, view) in enumerate(
@@ -220,7 +220,7 @@ class Bucket:
         ):
             if parameter.grad is None:
                 view.zero_()
-                self._presence[position] = 0
+                self._used[position] = 0
             # A gradient of an earlier pass may have been replaced by user code since.
             elif position not in scaled and not self._move(position, scale) and scale != 1.0:
                 view.mul_(scale)

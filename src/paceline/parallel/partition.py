@@ -1,7 +1,7 @@
 """Who owns which elements of which parameters.
 
-Parameters of one dtype on one device lie one behind another in a flat unit, of which every rank
-owns a share. Where shares are cut is a pure function of the parameters' sizes and the number of
+Parameters of one dtype on one device lie one behind another in a flat buffer, of which every rank
+owns a shard. Where shards are cut is a pure function of the parameters' sizes and the number of
 ranks, so that all ranks arrive at the same cuts. Elements are cut evenly, across the borders of
 parameters: for optimizers that treat each element by itself. Whole parameters go to the rank that
 has the fewest elements so far, the largest first: for all others.
@@ -30,7 +30,7 @@ class Partition(enum.StrEnum):
     PARAMETERS = "parameters"
 
 
-class Piece(NamedTuple):
+class ParameterSlice(NamedTuple):
     """Some elements of one parameter, in the order of its memory, that one rank owns."""
 
     tensor: int
@@ -38,43 +38,43 @@ class Piece(NamedTuple):
     start: int
     end: int
     offset: int
-    """Where the piece begins in its unit."""
+    """Where the slice begins in the flat buffer."""
 
 
-class UnitLayout(NamedTuple):
-    """A flat unit and the ranks' shares of it."""
+class ShardLayout(NamedTuple):
+    """A flat buffer and the ranks' shards of it."""
 
     dtype: torch.dtype
     device: torch.device
     slots: tuple[Slot, ...]
     borders: Sequence[int]
-    """Where shares begin, in the order of ranks, and where the last one ends."""
+    """Where shards begin, in the order of ranks, and where the last one ends."""
 
     @property
     def num_elements(self) -> int:
-        """Of all shares together, with what fills them up."""
+        """Of all shards together, with what fills them up."""
         return self.borders[-1]
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
-        """Yields what a rank owns, in the order of the unit."""
+    def slices(self, rank: int) -> Iterator[ParameterSlice]:
+        """Yields what a rank owns, in the order of the flat buffer."""
         begin, end = self.borders[rank], self.borders[rank + 1]
         for tensor, offset, num_elements in self.slots:
             first, last = max(begin, offset), min(end, offset + num_elements)
             if first < last:
-                yield Piece(tensor, first - offset, last - offset, first)
+                yield ParameterSlice(tensor, first - offset, last - offset, first)
 
 
-def cut_evenly(plan: BucketPlan, num_ranks: int) -> UnitLayout:
+def shard_evenly(plan: BucketPlan, num_ranks: int) -> ShardLayout:
     """Gives every rank equally many elements of a bucket, filled up at its end."""
-    share = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
-    borders = range(0, share * num_ranks + 1, share) if share else (0,) * (num_ranks + 1)
-    return UnitLayout(plan.dtype, plan.device, plan.slots, borders)
+    shard = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
+    borders = range(0, shard * num_ranks + 1, shard) if shard else (0,) * (num_ranks + 1)
+    return ShardLayout(plan.dtype, plan.device, plan.slots, borders)
 
 
-def divide(
+def plan_shards(
     tensors: Sequence[TensorSpec], loads: list[int], partition: Partition
-) -> list[UnitLayout]:
-    """Makes one unit per dtype and device, and divides each among all ranks.
+) -> list[ShardLayout]:
+    """Lays out one flat buffer per dtype and device, and shards each over all ranks.
 
     Args:
         tensors: What to divide.
@@ -84,11 +84,13 @@ def divide(
     """
     plans = plan_buckets(tensors, cap_bytes=None)
     if partition is Partition.ELEMENTS:
-        return [cut_evenly(plan, len(loads)) for plan in plans]
-    return [_deal_out(plan, tensors, loads) for plan in plans]
+        return [shard_evenly(plan, len(loads)) for plan in plans]
+    return [_assign_parameters(plan, tensors, loads) for plan in plans]
 
 
-def _deal_out(plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]) -> UnitLayout:
+def _assign_parameters(
+    plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]
+) -> ShardLayout:
     places = sorted(slot.tensor for slot in plan.slots)
     sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
     owned: list[list[int]] = [[] for _ in loads]
@@ -102,4 +104,4 @@ def _deal_out(plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int])
         first += len(of_rank)
         is_last = first == len(placed.slots)
         borders.append(placed.num_elements if is_last else placed.slots[first].offset)
-    return UnitLayout(plan.dtype, plan.device, placed.slots, borders)
+    return ShardLayout(plan.dtype, plan.device, placed.slots, borders)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.parallel.buckets import TensorSpec
-from paceline.parallel.partition import Partition, divide
+from paceline.parallel.partition import Partition, plan_shards
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -28,13 +28,13 @@ def test_every_element_has_one_owner(
 ) -> None:
     specs = _specs(sizes)
     owned: list[list[int]] = [[0] * size for size, _ in sizes]
-    for unit in divide(specs, [0] * num_ranks, partition):
-        assert len(unit.borders) == num_ranks + 1
+    for layout in plan_shards(specs, [0] * num_ranks, partition):
+        assert len(layout.borders) == num_ranks + 1
         for rank in range(num_ranks):
-            for tensor, start, end, offset in unit.pieces(rank):
-                assert unit.borders[rank] <= offset
-                assert offset + end - start <= unit.borders[rank + 1]
-                assert specs[tensor].dtype == unit.dtype
+            for tensor, start, end, offset in layout.slices(rank):
+                assert layout.borders[rank] <= offset
+                assert offset + end - start <= layout.borders[rank + 1]
+                assert specs[tensor].dtype == layout.dtype
                 if partition is Partition.PARAMETERS:
                     assert (start, end) == (0, specs[tensor].num_elements)
                 for element in range(start, end):
@@ -44,8 +44,8 @@ def test_every_element_has_one_owner(
 
 @given(SIZES, st.integers(1, 9))
 def test_elements_are_cut_evenly(sizes: list[tuple[int, int]], num_ranks: int) -> None:
-    for unit in divide(_specs(sizes), [0] * num_ranks, Partition.ELEMENTS):
-        lengths = {unit.borders[rank + 1] - unit.borders[rank] for rank in range(num_ranks)}
+    for layout in plan_shards(_specs(sizes), [0] * num_ranks, Partition.ELEMENTS):
+        lengths = {layout.borders[rank + 1] - layout.borders[rank] for rank in range(num_ranks)}
         assert len(lengths) == 1
         padded = sum(-(-size // 8) * 8 for size, _ in sizes)
         assert lengths.pop() <= padded / num_ranks + 8
@@ -54,12 +54,12 @@ def test_elements_are_cut_evenly(sizes: list[tuple[int, int]], num_ranks: int) -
 def test_the_largest_parameters_are_dealt_out_first() -> None:
     sizes = [(1, 0), (50, 0), (2, 0), (48, 0), (3, 0)]  # 50 + 2 and 48 + 3 + 1
     loads = [0, 0]
-    divide(_specs(sizes), loads, Partition.PARAMETERS)
+    plan_shards(_specs(sizes), loads, Partition.PARAMETERS)
     assert loads == [4 * 52, 4 * 52]
     # A group that comes later goes to the rank that has less.
-    divide(_specs([(7, 0)]), loads, Partition.PARAMETERS)
+    plan_shards(_specs([(7, 0)]), loads, Partition.PARAMETERS)
     assert loads == [4 * 59, 4 * 52]
-    divide(_specs([(3, 0)]), loads, Partition.PARAMETERS)
+    plan_shards(_specs([(3, 0)]), loads, Partition.PARAMETERS)
     assert loads == [4 * 59, 4 * 55]
 
 
@@ -67,9 +67,9 @@ def test_a_layout_for_many_ranks_takes_no_memory_for_each() -> None:
     """A trillion elements over 16,384 ranks: what a rank computes does not grow with the ranks."""
     specs = [TensorSpec(str(place), 10**9, torch.float32, CPU) for place in range(1000)]
     began = time.perf_counter()
-    (unit,) = divide(specs, [0] * 16_384, Partition.ELEMENTS)
-    pieces = list(unit.pieces(9_999))
+    (layout,) = plan_shards(specs, [0] * 16_384, Partition.ELEMENTS)
+    pieces = list(layout.slices(9_999))
     assert time.perf_counter() - began < 0.2
-    assert isinstance(unit.borders, range)
+    assert isinstance(layout.borders, range)
     assert 1 <= len(pieces) <= 2
-    assert sum(piece.end - piece.start for piece in pieces) == unit.borders[1]
+    assert sum(piece.end - piece.start for piece in pieces) == layout.borders[1]

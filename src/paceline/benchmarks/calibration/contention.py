@@ -17,7 +17,7 @@ from paceline.benchmarks.collectives.measure import CollectiveTimes
 from paceline.core.collectives import Operation
 from paceline.core.units import MIB
 from paceline.parallel.ranks.collectives import mean_over_ranks
-from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering, start_reduction
+from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather, start_reduce_scatter
 from paceline.parallel.reducer.module_checks import resolve_group
 
 _MESSAGE_BYTES = 4 * MIB
@@ -54,8 +54,8 @@ class _Together:
         borders = range(0, num_elements + 1, num_elements // world_size)
         starts: dict[Operation, Callable[[], Pending]] = {
             "all_reduce": self._start_all_reduce,
-            "reduce_to_owners": lambda: start_reduction(self.message, self._group),
-            "gather_from_owners": lambda: start_gathering(self.message, borders, self._group),
+            "reduce_to_owners": lambda: start_reduce_scatter(self.message, self._group),
+            "gather_from_owners": lambda: start_all_gather(self.message, borders, self._group),
         }
         self._start = starts[operation]
         self._factors = torch.randn(2, _PRODUCT_WIDTH, _PRODUCT_WIDTH, device=device)

@@ -24,7 +24,7 @@ from paceline.parallel.ranks.collectives import (
     reduce_scatter_single,
 )
 from paceline.parallel.ranks.device_clock import synchronize
-from paceline.parallel.ranks.reduce_scatter import start_gathering, start_reduction
+from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
 from paceline.parallel.ranks.session import collective_error
 from paceline.parallel.reducer.module_checks import resolve_group
 
@@ -84,13 +84,13 @@ class Collective:
             raise collective_error(self.operation, self.size_bytes, error) from error
 
     def _reduce_to_owners(self) -> None:
-        reduction = start_reduction(self.input, self._group)
+        reduction = start_reduce_scatter(self.input, self._group)
         reduction.wait()
         reduction.add_to(self.output, overwrite=True)
 
     def _gather_from_owners(self) -> None:
         borders = range(0, self.num_elements + 1, self._chunk)
-        start_gathering(self.output, borders, self._group).wait()
+        start_all_gather(self.output, borders, self._group).wait()
 
     def check(self) -> None:
         """Runs the operation on known values and looks at every element."""

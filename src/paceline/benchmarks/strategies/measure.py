@@ -29,7 +29,7 @@ from paceline.parallel.ddp.bucket_size import BucketSizeChoice
 from paceline.parallel.ddp.containers import BucketedDataParallel
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between, synchronize
-from paceline.parallel.ranks.reduce_scatter import Reduction, start_reduction
+from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
 from paceline.parallel.reducer.hooks import when_complete
 from paceline.parallel.strategies import message_sizes
 from paceline.parallel.zero.container import ShardedDataParallel
@@ -115,10 +115,10 @@ class DataParallelStep(StrategyStep):
         dist.barrier()
         synchronize(self.device)
         began = time.perf_counter()
-        works: list[dist.Work | Reduction] = []
+        works: list[dist.Work | ReduceScatter] = []
         for message in messages:
             if isinstance(self.model, ShardedDataParallel):
-                works.append(start_reduction(message, self.model.process_group))
+                works.append(start_reduce_scatter(message, self.model.process_group))
                 continue
             work = dist.all_reduce(message, async_op=True)
             assert work is not None

@@ -31,7 +31,7 @@ from paceline.core.units import MIB
 from paceline.parallel.buckets import tensor_spec
 from paceline.parallel.ddp.bucket_size import BucketSizeChoice, BucketSizeTuner
 from paceline.parallel.reducer.base import DataParallel
-from paceline.parallel.reducer.settings import Launch
+from paceline.parallel.reducer.settings import LaunchPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class NaiveDataParallel(DataParallel):
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
-        super().__init__(module, cap_bytes=0, launch=Launch.ONE_BY_ONE, **keywords)
+        super().__init__(module, cap_bytes=0, launch=LaunchPolicy.ONE_BY_ONE, **keywords)
 
 
 class FlatDataParallel(DataParallel):
@@ -57,7 +57,7 @@ class FlatDataParallel(DataParallel):
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
-        super().__init__(module, cap_bytes=None, launch=Launch.AFTER_BACKWARD, **keywords)
+        super().__init__(module, cap_bytes=None, launch=LaunchPolicy.AFTER_BACKWARD, **keywords)
 
 
 class OverlappedDataParallel(DataParallel):
@@ -69,7 +69,7 @@ class OverlappedDataParallel(DataParallel):
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
-        super().__init__(module, cap_bytes=0, launch=Launch.WHEN_READY, **keywords)
+        super().__init__(module, cap_bytes=0, launch=LaunchPolicy.WHEN_READY, **keywords)
 
 
 class BucketedDataParallel(DataParallel):
@@ -94,7 +94,7 @@ class BucketedDataParallel(DataParallel):
                 f'bucket_size_mb must be a positive number, None or "auto", got {bucket_size_mb!r}'
             )
         cap_bytes = None if size_mb is None else size_mb * MIB
-        super().__init__(module, cap_bytes=cap_bytes, launch=Launch.WHEN_READY, **keywords)
+        super().__init__(module, cap_bytes=cap_bytes, launch=LaunchPolicy.WHEN_READY, **keywords)
         self.bucket_size_choice: BucketSizeChoice | None = None
         """What "auto" chose and why; None before it has, and without it."""
         self._tuner: BucketSizeTuner | None = None

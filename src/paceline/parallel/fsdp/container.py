@@ -8,7 +8,7 @@ Phases of a training step on every rank:
 2. The gradient of a layer's output arrives: its parameters are gathered again, and those of the two
    layers before it start to be.
 3. Backward has passed a layer: its parameters are freed, and its gradients are sent, each rank's
-   share to that rank, which adds them up. Sums that have arrived are taken in at the same time.
+   shard to that rank, which adds them up. Sums that have arrived are taken in at the same time.
 4. Backward is over: the remaining layers' gradients are sent, the ranks tell each other in one
    small message which parameters had any, and the means are added to the shards' gradients.
 
@@ -41,7 +41,7 @@ from paceline.core.errors import UsageError
 from paceline.parallel.fsdp.layer import (
     LayerUser,
     ShardedLayer,
-    divide_module,
+    shard_module,
 )
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.parallel.reducer.backward_pass import OUTSIDE_BACKWARD, current_pass
@@ -139,7 +139,7 @@ class _Schedule:
         else:
             self._begin_backward()  # A checkpoint computes a forward pass a second time.
         for layer in [*user.layers, *self._next_layers()]:
-            layer.start_gathering()
+            layer.start_all_gather()
         for layer in user.layers:
             layer.wait()
             layer.num_users += 1
@@ -217,7 +217,7 @@ class _Schedule:
             backward.follow(forward)
         self._go_back(backward, place)
         for layer in forward.uses[place].user.layers:
-            layer.start_gathering()
+            layer.start_all_gather()
             layer.wait()
 
     def _go_back(self, backward: _BackwardPass, target: int) -> None:
@@ -226,14 +226,14 @@ class _Schedule:
         while backward.place > target:
             for layer in backward.last_needed[backward.place]:
                 layer.free()
-                layer.start_reduction()
+                layer.start_reduce_scatter()
                 backward.sent.append(layer)
             backward.sent = [layer for layer in backward.sent if not layer.receive_arrived()]
             backward.place -= 1
             for place in range(backward.place, backward.place - _LAYERS_AHEAD - 1, -1):
                 if place >= 0 and uses[place].is_watched:
                     for layer in uses[place].user.layers:
-                        layer.start_gathering()
+                        layer.start_all_gather()
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -247,14 +247,14 @@ class _Schedule:
             *(layer.has_message for layer in self._layers),
         ]
         group = self._group.get()
-        device = self._layers[0].flats[0].device
+        device = self._layers[0].buffers[0].device
         num_ranks = iter(reduce_numbers(numbers, dist.ReduceOp.SUM, device, group))
         with_gradient = [[next(num_ranks) for _ in layer.parameters] for layer in self._layers]
         for layer in self._layers:
             layer.free()
             # Gradients that came when their layer's had been sent, on any rank.
             if next(num_ranks):
-                layer.start_reduction()
+                layer.start_reduce_scatter()
         for layer, numbers_of_layer in zip(self._layers, with_gradient, strict=True):
             layer.receive()
             layer.settle(numbers_of_layer)
@@ -293,7 +293,7 @@ class FullyShardedDataParallel(nn.Module):
         require_same_model(module, f"compute_dtype {compute_dtype}", group, device)
         broadcast_tensors([*module.parameters(), *module.buffers()], group)
         self._names = [name for name, _ in module.named_parameters()]
-        self._layers, users = divide_module(module, compute_dtype, self._group)
+        self._layers, users = shard_module(module, compute_dtype, self._group)
         self._schedule = _Schedule(users, self._layers, self._group)
         self._schedule.begin_forward()
 
@@ -331,7 +331,7 @@ class FullyShardedDataParallel(nn.Module):
         """Returns all parameters in full, by the inner module's names; all ranks must call it."""
         gathered: dict[str, Tensor] = {}
         for layer in self._layers:
-            gathered |= layer.gather_masters()
+            gathered |= layer.gather_full()
         return {name: gathered[name] for name in self._names}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def _require_watchable(user: LayerUser, output: Any, tensors: Sequence[Tensor]) 
             "whose gradient would tell that backward needs the layer; return tensors in tuples, "
             "lists, dictionaries or dataclasses"
         )
-    flats = {flat.untyped_storage().data_ptr() for layer in user.layers for flat in layer.flats}
+    flats = {flat.untyped_storage().data_ptr() for layer in user.layers for flat in layer.buffers}
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in flats - {0}:
             raise UsageError(

@@ -1,9 +1,9 @@
 """One layer of a fully sharded model: shards at rest, full parameters while it is used.
 
-Parameters of one dtype lie flat, one behind another, in a unit that is cut into one equal share per
-rank. At rest a rank holds its shards alone: of each parameter the elements in its share, which may
-be none. The unit's flat tensor, of which the full parameters are views, has memory only while the
-layer is gathered. Its storage stays the same object, so that what autograd has saved for backward
+Parameters of one dtype lie one behind another in a flat buffer, which is cut into one equal shard
+per rank. At rest a rank holds its shards alone: of each parameter the elements in its shard, which
+may be none. The buffer, of which the full parameters are views, has memory only while the layer is
+gathered. Its storage stays the same object, so that what autograd has saved for backward
 finds its values again when the layer is gathered for the second time.
 """
 
@@ -26,12 +26,12 @@ from paceline.parallel.buckets import (
     tensor_spec,
     view_like,
 )
-from paceline.parallel.partition import cut_evenly
+from paceline.parallel.partition import shard_evenly
 from paceline.parallel.ranks.reduce_scatter import (
     Pending,
-    Reduction,
-    start_gathering,
-    start_reduction,
+    ReduceScatter,
+    start_all_gather,
+    start_reduce_scatter,
 )
 from paceline.parallel.reducer.settings import GroupReference
 
@@ -50,7 +50,7 @@ class LayerParameter:
     """Whether the backward pass that is going on has completed a gradient on this rank."""
 
 
-class _Unit:
+class _FlatLayerParameters:
     """The parameters of one dtype."""
 
     def __init__(
@@ -61,17 +61,17 @@ class _Unit:
         group: GroupReference,
     ) -> None:
         self._group = group
-        self._layout = layout = cut_evenly(plan, dist.get_world_size(group.get()))
+        self._layout = layout = shard_evenly(plan, dist.get_world_size(group.get()))
         rank = dist.get_rank(group.get())
         self._begin, end = layout.borders[rank], layout.borders[rank + 1]
-        self._share_length = end - self._begin
-        self.flat = torch.empty(
+        self._shard_length = end - self._begin
+        self.buffer = torch.empty(
             layout.num_elements, dtype=compute_dtype or layout.dtype, device=layout.device
         )
         self.parameters: list[LayerParameter] = []
         self._pieces: list[slice] = []
         values = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
-        owned = {piece.tensor: piece for piece in layout.pieces(rank)}
+        owned = {piece.tensor: piece for piece in layout.slices(rank)}
         for slot in layout.slots:
             name, original = named[slot.tensor]
             view_like(original, slot.piece_of(values)).copy_(original)
@@ -80,12 +80,12 @@ class _Unit:
                 start, length = piece.offset, piece.end - piece.start
             self._pieces.append(slice(start, start + length))
             shard = nn.Parameter(values[self._pieces[-1]].clone(), original.requires_grad)
-            full = nn.Parameter(view_like(original, slot.piece_of(self.flat)))
+            full = nn.Parameter(view_like(original, slot.piece_of(self.buffer)))
             self.parameters.append(LayerParameter(name=name, shard=shard, full=full))
-        self._num_bytes = self.flat.nbytes
-        self._gathering: Pending | None = None
+        self._num_bytes = self.buffer.nbytes
+        self._all_gather: Pending | None = None
         self._message: Tensor | None = None
-        self._reductions: list[Reduction] = []
+        self._reduce_scatters: list[ReduceScatter] = []
         self._total: Tensor | None = None
         self.free()
 
@@ -97,65 +97,67 @@ class _Unit:
     def has_message(self) -> bool:
         return self._message is not None
 
-    def start_gathering(self) -> None:
-        self.flat.untyped_storage().resize_(self._num_bytes)
+    def start_all_gather(self) -> None:
+        self.buffer.untyped_storage().resize_(self._num_bytes)
         # What autograd has saved is to be taken for unchanged: it gets the same values again.
-        with _unsafe_preserve_version_counter(self.flat):
-            self._fill(self.flat)
-            self._gathering = start_gathering(self.flat, self._layout.borders, self._group.get())
+        with _unsafe_preserve_version_counter(self.buffer):
+            self._fill(self.buffer)
+            self._all_gather = start_all_gather(
+                self.buffer, self._layout.borders, self._group.get()
+            )
         for parameter in self.parameters:
             parameter.full.requires_grad_(parameter.shard.requires_grad)
 
     def wait(self) -> None:
-        if self._gathering is not None:
+        if self._all_gather is not None:
             with named_range(WAIT):
-                self._gathering.wait()
-            self._gathering = None
+                self._all_gather.wait()
+            self._all_gather = None
 
     def free(self) -> None:
         self.wait()
-        self.flat.untyped_storage().resize_(0)
+        self.buffer.untyped_storage().resize_(0)
 
     def take_gradient(self, position: int) -> None:
         """Moves a full gradient into the message."""
         parameter, slot = self.parameters[position], self._layout.slots[position]
         gradient = reducible_gradient(
-            parameter.full, parameter.name, self.flat.dtype, self.flat.device
+            parameter.full, parameter.name, self.buffer.dtype, self.buffer.device
         )
         parameter.full.grad = None
         if self._message is None:
-            self._message = torch.zeros_like(self.flat)
+            self._message = torch.zeros_like(self.buffer)
         parameter.has_gradient = True
         # A second gradient in one pass comes from a checkpoint that runs a pass of its own.
         view_like(parameter.full, slot.piece_of(self._message)).add_(gradient)
 
-    def start_reduction(self) -> None:
+    def start_reduce_scatter(self) -> None:
         message, self._message = self._message, None
-        if not (self.is_trained and self._share_length):
+        if not (self.is_trained and self._shard_length):
             return
         if message is None:
-            message = torch.zeros_like(self.flat)
-        self._reductions.append(start_reduction(message, self._group.get()))
+            message = torch.zeros_like(self.buffer)
+        self._reduce_scatters.append(start_reduce_scatter(message, self._group.get()))
 
     @property
     def has_arrived(self) -> bool:
-        return all(reduction.is_completed() for reduction in self._reductions)
+        return all(reduce_scatter.is_completed() for reduce_scatter in self._reduce_scatters)
 
     def receive(self) -> None:
-        reductions, self._reductions = self._reductions, []
-        for reduction in reductions:
+        reduce_scatters, self._reduce_scatters = self._reduce_scatters, []
+        for reduce_scatter in reduce_scatters:
             with named_range(WAIT):
-                reduction.wait()
+                reduce_scatter.wait()
             is_first = self._total is None
             if self._total is None:
-                self._total = self._new_share()
-            reduction.add_to(self._total, overwrite=is_first)
+                self._total = self._new_shard()
+            reduce_scatter.add_to(self._total, overwrite=is_first)
 
     def settle(self, num_ranks_with_gradient: Iterator[float]) -> None:
         """Adds the means to the shards' gradients where any rank had one."""
         total, self._total = self._total, None
         if total is None:
-            total = self._new_share()
+            total = self._new_shard()
         total.div_(dist.get_world_size(self._group.get()))
         for parameter, piece in zip(self.parameters, self._pieces, strict=True):
             parameter.has_gradient = False
@@ -174,16 +176,16 @@ class _Unit:
             parameter.full.grad = None
             parameter.has_gradient = False
 
-    def gather_masters(self) -> Iterator[tuple[str, Tensor]]:
+    def gather_full(self) -> Iterator[tuple[str, Tensor]]:
         layout = self._layout
         flat = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
         self._fill(flat)
-        start_gathering(flat, layout.borders, self._group.get()).wait()
+        start_all_gather(flat, layout.borders, self._group.get()).wait()
         for parameter, slot in zip(self.parameters, layout.slots, strict=True):
             yield parameter.name, view_like(parameter.full, slot.piece_of(flat)).clone()
 
-    def _new_share(self) -> Tensor:
-        return torch.zeros(self._share_length, dtype=self._layout.dtype, device=self._layout.device)
+    def _new_shard(self) -> Tensor:
+        return torch.zeros(self._shard_length, dtype=self._layout.dtype, device=self._layout.device)
 
     def _fill(self, flat: Tensor) -> None:
         """Copies this rank's shards to their places."""
@@ -217,59 +219,59 @@ class ShardedLayer:
         group: GroupReference,
     ) -> None:
         plans = plan_buckets([tensor_spec(*one) for one in named], cap_bytes=None)
-        self._units = [_Unit(plan, named, compute_dtype, group) for plan in plans]
+        self._flats = [_FlatLayerParameters(plan, named, compute_dtype, group) for plan in plans]
         self._places = [
-            (unit, position) for unit in self._units for position in range(len(unit.parameters))
+            (flat, position) for flat in self._flats for position in range(len(flat.parameters))
         ]
-        self.parameters = [unit.parameters[position] for unit, position in self._places]
+        self.parameters = [flat.parameters[position] for flat, position in self._places]
         self.num_users = 0
         """How many forward passes that need the full parameters are going on."""
         self._is_gathered = False
 
     @property
-    def flats(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """What the full parameters are views of, one per dtype."""
-        return [unit.flat for unit in self._units]
+        return [flat.buffer for flat in self._flats]
 
     @property
     def has_message(self) -> bool:
         """Whether there are gradients that were not sent."""
-        return any(unit.has_message for unit in self._units)
+        return any(flat.has_message for flat in self._flats)
 
     @torch.no_grad()
-    def start_gathering(self) -> None:
+    def start_all_gather(self) -> None:
         """Starts to get the full parameters from all ranks, unless they are there."""
         if not self._is_gathered:
             self._is_gathered = True
-            for unit in self._units:
-                unit.start_gathering()
+            for flat in self._flats:
+                flat.start_all_gather()
 
     def wait(self) -> None:
         """Waits until the full parameters are there."""
-        for unit in self._units:
-            unit.wait()
+        for flat in self._flats:
+            flat.wait()
 
     def free(self) -> None:
         """Gives back the memory of the full parameters, unless a forward pass uses them."""
         if self._is_gathered and self.num_users == 0:
             self._is_gathered = False
-            for unit in self._units:
-                unit.free()
+            for flat in self._flats:
+                flat.free()
 
     @torch.no_grad()
     def take_gradient(self, index: int) -> None:
         """Takes a complete gradient of one of the parameters for the next message."""
-        unit, position = self._places[index]
-        unit.take_gradient(position)
+        flat, position = self._places[index]
+        flat.take_gradient(position)
 
-    def start_reduction(self) -> None:
+    def start_reduce_scatter(self) -> None:
         """Sends each owner its part of the gradients, with zeros for what is missing."""
-        for unit in self._units:
-            unit.start_reduction()
+        for flat in self._flats:
+            flat.start_reduce_scatter()
 
     def receive_arrived(self) -> bool:
         """Takes in the sums if all have arrived; False if not."""
-        has_arrived = all(unit.has_arrived for unit in self._units)
+        has_arrived = all(flat.has_arrived for flat in self._flats)
         if has_arrived:
             self.receive()
         return has_arrived
@@ -277,8 +279,8 @@ class ShardedLayer:
     @torch.no_grad()
     def receive(self) -> None:
         """Waits for the sums that are on their way, and takes them in."""
-        for unit in self._units:
-            unit.receive()
+        for flat in self._flats:
+            flat.receive()
 
     @torch.no_grad()
     def settle(self, num_ranks_with_gradient: Sequence[float]) -> None:
@@ -288,21 +290,21 @@ class ShardedLayer:
             num_ranks_with_gradient: For each parameter; where it is zero, the shard gets none.
         """
         numbers = iter(num_ranks_with_gradient)
-        for unit in self._units:
-            unit.settle(numbers)
+        for flat in self._flats:
+            flat.settle(numbers)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Goes back to shards alone, whatever went on; gradients on their way are dropped."""
         self.num_users = 0
         self.free()
-        for unit in self._units:
-            unit.drop_gradients()
+        for flat in self._flats:
+            flat.drop_gradients()
 
     @torch.no_grad()
-    def gather_masters(self) -> dict[str, Tensor]:
+    def gather_full(self) -> dict[str, Tensor]:
         """Returns all parameters in full and in their own dtype; all ranks must call it."""
-        return dict(itertools.chain.from_iterable(unit.gather_masters() for unit in self._units))
+        return dict(itertools.chain.from_iterable(flat.gather_full() for flat in self._flats))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -327,7 +329,7 @@ class LayerUser:
             setattr(module, name, parameter.shard)
 
 
-def divide_module(
+def shard_module(
     module: nn.Module, compute_dtype: torch.dtype | None, group: GroupReference
 ) -> tuple[list[ShardedLayer], list[LayerUser]]:
     """Divides a module into layers, and tells who uses which of them."""

@@ -1,14 +1,14 @@
-"""Sums to their owners and values from their owners, as each backend does it cheapest.
+"""Reduce-scatter and all-gather, as each backend does them cheapest.
 
-A flat tensor is cut into one share per rank. `start_reduction` adds up every rank's tensor, and
-leaves each rank the sum of its own share; `start_gathering` gives all ranks every owner's share.
+A flat tensor is cut into one shard per rank. `start_reduce_scatter` adds up every rank's tensor and
+leaves each rank the sum of its own shard; `start_all_gather` gives all ranks every rank's shard.
 Either moves (n - 1)/n of the tensor into and out of each of n ranks, half of what an all-reduce
 moves, if both directions of a line are in use at the same time.
 
 NCCL has each as one call that works in place. gloo has none that does: its reduce-scatter is an
 all-reduce inside, its all-to-all and its broadcasts use one direction of a line at a time. Here
-every rank sends each other one its share, and receives theirs, as plain messages; owners add up
-what they get. At 1 Gbit/s, 33 MB are reduced in 154 ms between two hosts and 260 between four, and
+every rank sends each other one its shard, and receives theirs, point to point; a rank adds up
+what it gets. At 1 Gbit/s, 33 MB are reduced in 154 ms between two hosts and 260 between four, and
 gathered in 142 and 251, where an all-reduce takes 281 and 436, gloo's all-to-all 283 and 392, its
 all-gather 232 and 274 (results/sharding-exchange.jsonl). So many messages are only for a small
 number of ranks: beyond it, their number would cost more than the line.
@@ -33,8 +33,8 @@ _MOST_PEERS = 16
 """Up to so many ranks send to each other directly."""
 
 # Each kind is matched in its own order, whatever else is sent between two ranks.
-_REDUCTION_TAG = 40_001
-_GATHERING_TAG = 40_002
+_REDUCE_SCATTER_TAG = 40_001
+_ALL_GATHER_TAG = 40_002
 
 
 _Waiting: TypeAlias = tuple[Sequence[dist.Work], Future[None]]
@@ -83,12 +83,12 @@ class Pending:
             raise collective_error(self._operation, self._num_bytes, error) from error
 
 
-class Reduction(Pending):
-    """A sum of every rank's message, of which each rank gets its own share.
+class ReduceScatter(Pending):
+    """A sum of every rank's message, of which each rank gets its own shard.
 
     Args:
         message: What is sent; it must stay as it is until then.
-        summands: What arrives: every rank's part of this rank's share, or the sum alone.
+        summands: What arrives: every rank's part of this rank's shard, or the sum alone.
         works: What to wait for.
         direct: As for `Pending`.
     """
@@ -101,12 +101,12 @@ class Reduction(Pending):
         *,
         direct: bool = False,
     ) -> None:
-        super().__init__("reduction to owners", message.nbytes, works, direct=direct)
+        super().__init__("reduce-scatter", message.nbytes, works, direct=direct)
         self._message = message
         self._summands = summands
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds this rank's share of the sum to a tensor, or replaces what is in it.
+        """Adds this rank's shard of the sum to a tensor, or replaces what is in it.
 
         Summands are added up in the wider dtype of theirs and the target's. Their memory is used.
         """
@@ -126,75 +126,75 @@ class Reduction(Pending):
 
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ranks send to each other, so that reductions and gatherings may mix in any order."""
+    """Whether ranks send to each other, so that both collectives may mix in any order."""
     return device.type != "cuda" and dist.get_world_size(group) <= _MOST_PEERS
 
 
-def start_reduction(message: Tensor, group: dist.ProcessGroup) -> Reduction:
+def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
     """Starts to add up equally long flat messages; their length is a multiple of the ranks."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = message.view(num_ranks, message.numel() // num_ranks)
     if num_ranks == 1:
-        return Reduction(message, [rows[0]], [])
+        return ReduceScatter(message, [rows[0]], [])
     if message.device.type == "cuda":
         work = reduce_scatter_single(rows[rank], message, group=group, async_op=True)
-        return Reduction(message, [rows[rank]], [work])
+        return ReduceScatter(message, [rows[rank]], [work])
     if not sends_directly(group, message.device):
         summands = torch.empty_like(rows)
         work = dist.all_to_all_single(summands, rows, group=group, async_op=True)
-        return Reduction(message, summands.unbind(), [work])
+        return ReduceScatter(message, summands.unbind(), [work])
     received = torch.empty_like(rows[1:])
     peers = _peers(rank, num_ranks)
     works = _swap(
         {peer: rows[peer] for peer in peers},
         dict(zip(peers, received, strict=True)),
         group,
-        _REDUCTION_TAG,
+        _REDUCE_SCATTER_TAG,
     )
-    return Reduction(message, [rows[rank], *received], works, direct=True)
+    return ReduceScatter(message, [rows[rank], *received], works, direct=True)
 
 
-def start_gathering(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:
-    """Starts to give all ranks every owner's share of a flat tensor, in place.
+def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:
+    """Starts to give all ranks every rank's shard of a flat tensor, in place.
 
     Args:
-        flat: On each rank, its own share holds the values to send.
-        borders: Where shares begin, in the order of ranks, and where the last one ends.
+        flat: On each rank, its own shard holds the values to send.
+        borders: Where shards begin, in the order of ranks, and where the last one ends.
         group: The ranks.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    name = "parameters from their owners"
+    name = "all-gather"
     if num_ranks == 1:
         return Pending(name, flat.nbytes, [])
-    shares = [flat[borders[owner] : borders[owner + 1]] for owner in range(num_ranks)]
+    shards = [flat[borders[owner] : borders[owner + 1]] for owner in range(num_ranks)]
     if not sends_directly(group, flat.device):
-        return Pending(name, flat.nbytes, _gather_by_collectives(flat, shares, group))
+        return Pending(name, flat.nbytes, _gather_by_collectives(flat, shards, group))
     peers = _peers(rank, num_ranks)
     # Parameters may be under way when a profiler stops, and a message that it has seen begin would
     # end in memory that it has freed.
     with _unseen_by_profilers():
         works = _swap(
-            dict.fromkeys(peers, shares[rank]),
-            {peer: shares[peer] for peer in peers},
+            dict.fromkeys(peers, shards[rank]),
+            {peer: shards[peer] for peer in peers},
             group,
-            _GATHERING_TAG,
+            _ALL_GATHER_TAG,
         )
     return Pending(name, flat.nbytes, works, direct=True)
 
 
 def _gather_by_collectives(
-    flat: Tensor, shares: list[Tensor], group: dist.ProcessGroup
+    flat: Tensor, shards: list[Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    own = shares[dist.get_rank(group)]
-    if len({share.numel() for share in shares}) == 1:
+    own = shards[dist.get_rank(group)]
+    if len({shard.numel() for shard in shards}) == 1:
         return [all_gather_single(flat, own, group=group, async_op=True)]
     if flat.device.type == "cuda":
-        return [dist.all_gather(shares, own, group=group, async_op=True)]
-    # gloo gathers equal shares only.
+        return [dist.all_gather(shards, own, group=group, async_op=True)]
+    # gloo gathers equal shards only.
     return [
-        dist.broadcast(share, group=group, group_src=owner, async_op=True)
-        for owner, share in enumerate(shares)
-        if share.numel()
+        dist.broadcast(shard, group=group, group_src=owner, async_op=True)
+        for owner, shard in enumerate(shards)
+        if shard.numel()
     ]
 
 

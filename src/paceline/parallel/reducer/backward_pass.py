@@ -59,13 +59,13 @@ class BackwardRun:
         self.task = task
         self.average = False
         """Whether the pass is to be averaged if it completes a gradient."""
-        self.share: float | None = None
-        """What this rank's gradients count for; None while they are not averaged."""
+        self.weight: float | None = None
+        """Factor of this rank's gradients in the average; None while they are not averaged."""
         self.complete: set[int] = set()
         """Parameters that this pass itself has completed, not one inside it."""
         self.num_complete = [0] * num_buckets
         self.scaled: list[set[int]] = [set() for _ in range(num_buckets)]
-        """Positions in each bucket whose gradient is this rank's share already."""
+        """Positions in each bucket whose gradient is multiplied by the weight already."""
         self.in_flight: collections.deque[tuple[Tensor, AnyWork]] = collections.deque()
         self.num_received = 0
         self.num_seen_finished = 0

@@ -33,7 +33,7 @@ from paceline.parallel.reducer.module_checks import (
     tensors_in,
 )
 from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
-from paceline.parallel.reducer.settings import GroupReference, Intent, Launch, Settings
+from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy, Settings, SyncState
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
 
 
@@ -70,7 +70,7 @@ class DataParallel(nn.Module):
         module: nn.Module,
         *,
         cap_bytes: float | None,
-        launch: Launch,
+        launch: LaunchPolicy,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         reduction_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
@@ -82,7 +82,7 @@ class DataParallel(nn.Module):
             )
         self.module = module
         self._cap_bytes = cap_bytes
-        self._intent = Intent()
+        self._sync_state = SyncState()
         self._settings = Settings(
             group_reference=GroupReference(resolve_group(process_group)),
             device=require_supported(module),
@@ -130,7 +130,7 @@ class DataParallel(nn.Module):
         synchronizer = self._prepare()
         output = self.module(*arguments, **keywords)
         synchronizer.watch_outputs(
-            list(tensors_in(output)), average=self._intent.forward_synchronizes
+            list(tensors_in(output)), average=self._sync_state.forward_synchronizes
         )
         return output
 
@@ -140,12 +140,12 @@ class DataParallel(nn.Module):
 
         A pass is left out if its forward or its backward lies inside.
         """
-        before = self._intent.synchronize
-        self._intent.synchronize = False
+        before = self._sync_state.synchronize
+        self._sync_state.synchronize = False
         try:
             yield
         finally:
-            self._intent.synchronize = before
+            self._sync_state.synchronize = before
 
     def finish_gradient_synchronization(self) -> None:
         """Makes sure that gradients are averaged; does nothing where they are already.
@@ -155,7 +155,7 @@ class DataParallel(nn.Module):
         """
         if self._synchronizer is None:
             return
-        if self._intent.forward_is_pending and not self._synchronizer.in_backward:
+        if self._sync_state.forward_is_pending and not self._synchronizer.in_backward:
             self._synchronizer.begin(average=True)
             self._synchronizer.take_part()
         self._synchronizer.finish()
@@ -178,7 +178,7 @@ class DataParallel(nn.Module):
         total = torch.tensor(weight, dtype=torch.float64, device=self._settings.device)
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
         assert work is not None
-        self._intent.weight = (weight, total, work)
+        self._sync_state.pending_weight = (weight, total, work)
 
     def synchronization_stats(self) -> SynchronizationStats | None:
         """Returns sizes and times of the last synchronisation on this rank; None before it."""
@@ -215,13 +215,13 @@ class DataParallel(nn.Module):
     def _prepare(self) -> GradientSynchronizer:
         """Gets ready for a pass whose gradients are recorded."""
         assert self._synchronizer is not None
-        intent = self._intent
-        intent.forward_synchronizes = intent.synchronize
+        sync_state = self._sync_state
+        sync_state.forward_synchronizes = sync_state.synchronize
         if current_pass() != OUTSIDE_BACKWARD:
             return self._synchronizer  # A checkpoint computes this pass a second time.
         self._synchronizer.forget_broken_pass()
-        if intent.synchronize and self.training:
-            intent.forward_is_pending = True
+        if sync_state.synchronize and self.training:
+            sync_state.forward_is_pending = True
             self._follow_changes()
             if self._state_buffers:
                 buffers = dict(self.module.named_buffers())
@@ -272,7 +272,7 @@ class DataParallel(nn.Module):
             parameters,
             self._make_buckets(plans, parameters, names),
             settings=self._settings,
-            intent=self._intent,
+            sync_state=self._sync_state,
         )
 
     def _make_buckets(

@@ -29,10 +29,10 @@ class GradientBucket(Protocol):
     def keep(self, position: int) -> None:
         """Takes note of a gradient that is not sent yet."""
 
-    def take(self, position: int, share: float) -> bool:
-        """Takes a gradient in; returns whether it is scaled to its share already."""
+    def take(self, position: int, weight: float) -> bool:
+        """Takes a gradient in; returns whether it is multiplied by the weight already."""
 
-    def pack(self, scaled: set[int], share: float) -> Tensor:
+    def pack(self, scaled: set[int], weight: float) -> Tensor:
         """Returns the message, with zeros for what is missing."""
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> AnyWork:

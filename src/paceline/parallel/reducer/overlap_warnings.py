@@ -13,7 +13,7 @@ class OverlapWarning(UserWarning):
     """Communication that could have been hidden behind backward was not."""
 
 
-class OverlapWatch:
+class OverlapMonitor:
     """Looks at the graph and the arrivals of a container that sends while backward goes on."""
 
     def __init__(self) -> None:

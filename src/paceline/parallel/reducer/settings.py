@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.errors import UsageError
 
 
-class Launch(enum.Enum):
+class LaunchPolicy(enum.Enum):
     """When a bucket's all-reduce starts."""
 
     WHEN_READY = enum.auto()
@@ -23,7 +23,7 @@ class Launch(enum.Enum):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Intent:
+class SyncState:
     """What the container's user wants of the next pass; outlives the synchroniser."""
 
     synchronize: bool = True
@@ -32,15 +32,15 @@ class Intent:
     """Whether they were when the last forward pass ran."""
     forward_is_pending: bool = False
     """Whether a forward pass that is to be averaged was not followed by its averages yet."""
-    weight: tuple[float, Tensor, dist.Work] | None = None
+    pending_weight: tuple[float, Tensor, dist.Work] | None = None
     """This rank's weight, the sum over the ranks, and what to wait for before reading it."""
 
-    def take_share(self, world_size: int) -> float:
-        """Returns what this rank's gradients count for in the average, and forgets the weight."""
-        if self.weight is None:
+    def take_weight(self, world_size: int) -> float:
+        """Returns the factor of this rank's gradients in the average, for one pass."""
+        if self.pending_weight is None:
             return 1 / world_size
-        own, total, work = self.weight
-        self.weight = None
+        own, total, work = self.pending_weight
+        self.pending_weight = None
         work.wait()
         sum_of_weights = float(total)
         return own / sum_of_weights if sum_of_weights else 1 / world_size
@@ -70,7 +70,7 @@ class Settings:
 
     group_reference: GroupReference
     device: torch.device
-    launch: Launch
+    launch: LaunchPolicy
     reduction_dtype: torch.dtype | None
     """What the sums are computed and sent in; None for the gradients' own dtype."""
 

@@ -4,10 +4,10 @@ Phases of one backward pass on every rank:
 
 1. The gradient of the module's output arrives: a run begins, and its end is registered with the
    pass, so that it comes even if nobody asks for it.
-2. A parameter's gradient is complete: it moves into its bucket, scaled to its share of the
-   average. When the bucket and all before it are complete, the bucket's all-reduce starts.
-   Buckets start in the order of their index only, so that ranks whose gradients arrive in a
-   different order cannot wait for each other.
+2. A parameter's gradient is complete: it moves into its bucket, multiplied by this rank's
+   weight in the average. When the bucket and all before it are complete, the bucket's all-reduce
+   starts. Buckets start in the order of their index only, so that ranks whose gradients arrive in
+   a different order cannot wait for each other.
 3. Backward is over: buckets that were not complete start now, with zeros for what is missing;
    then all are waited for. What is left to wait for here is the exposed communication.
 
@@ -46,10 +46,10 @@ from paceline.parallel.reducer.backward_pass import (
 )
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
 from paceline.parallel.reducer.hooks import when_complete
-from paceline.parallel.reducer.overlap_warnings import OverlapWatch
-from paceline.parallel.reducer.settings import Intent, Launch, Settings
+from paceline.parallel.reducer.overlap_warnings import OverlapMonitor
+from paceline.parallel.reducer.settings import LaunchPolicy, Settings, SyncState
 
-_owners: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
+_synchronizers: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
 """Who averages a parameter's gradients: weak on both sides."""
 
 
@@ -65,7 +65,7 @@ class GradientSynchronizer:
         parameters: Those that are trained.
         buckets: How they are divided, in the order in which they are sent.
         settings: How they are sent.
-        intent: What the user wants.
+        sync_state: What the user wants.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class GradientSynchronizer:
         buckets: Sequence[GradientBucket],
         *,
         settings: Settings,
-        intent: Intent,
+        sync_state: SyncState,
     ) -> None:
         for name, parameter in zip(names, parameters, strict=True):
-            owner = _owners.get(parameter)
+            owner = _synchronizers.get(parameter)
             if owner is not None and owner() is not None:
                 raise SynchronizationError(
                     f"parameter {name!r} belongs to another data-parallel container already; its "
@@ -87,7 +87,7 @@ class GradientSynchronizer:
         self._names = names
         self._parameters = parameters
         self._settings = settings
-        self._intent = intent
+        self._sync_state = sync_state
         self.buckets = buckets
         self._places = {
             slot.tensor: (number, position)
@@ -96,7 +96,7 @@ class GradientSynchronizer:
         }
         self._run: BackwardRun | None = None
         self._last_run: BackwardRun | None = None
-        self._overlap_watch = OverlapWatch()
+        self._overlap_monitor = OverlapMonitor()
         self._side_stream = (
             torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
             if settings.device.type == "cuda"
@@ -112,18 +112,18 @@ class GradientSynchronizer:
         for index, parameter in enumerate(parameters):
             tell = functools.partial(GradientSynchronizer.take, index=index)
             handles.append(when_complete(parameter, self, tell))
-            _owners[parameter] = weakref.ref(self)
+            _synchronizers[parameter] = weakref.ref(self)
         self._remove_hooks = weakref.finalize(self, _remove_all, handles)
 
     def close(self) -> None:
         """Lets go of the parameters; their gradients stay as they are."""
         self._remove_hooks()
         for parameter in self._parameters:
-            _owners.pop(parameter, None)
+            _synchronizers.pop(parameter, None)
 
     @property
     def _is_early(self) -> bool:
-        return self._settings.launch is Launch.WHEN_READY and len(self.buckets) > 1
+        return self._settings.launch is LaunchPolicy.WHEN_READY and len(self.buckets) > 1
 
     @property
     def in_backward(self) -> bool:
@@ -138,7 +138,7 @@ class GradientSynchronizer:
             average: Whether the pass is to be averaged, as soon as it completes a gradient.
         """
         if self._is_early:
-            self._overlap_watch.look_at_graph(outputs)
+            self._overlap_monitor.look_at_graph(outputs)
         for output in outputs:
             # A leaf, such as a parameter, would keep the hook for ever.
             if output.grad_fn is not None:
@@ -179,29 +179,29 @@ class GradientSynchronizer:
         """Averages the pass that has begun, whether it completes a gradient or not."""
         run = self._run
         assert run is not None
-        if run.share is None:
-            run.share = self._intent.take_share(dist.get_world_size(self._settings.group))
+        if run.weight is None:
+            run.weight = self._sync_state.take_weight(dist.get_world_size(self._settings.group))
             self.arrived = [False] * len(self._parameters)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Ends the run, if there is one: sends what was not sent, and waits for all."""
         run = self._run
-        if run is None or run.share is None:
+        if run is None or run.weight is None:
             self._run = None
             return
         run.backward_over = now(self._settings.device)
         while len(run.message_bytes) < len(self.buckets):
-            self._send_next(run, run.share)
+            self._send_next(run, run.weight)
         while run.in_flight:
             self._receive_next(run)
         run.all_received = now(self._settings.device)
         self._last_run = run
         self.after_run()
         self._run = None
-        self._intent.forward_is_pending = False
+        self._sync_state.forward_is_pending = False
         if self._is_early:
-            self._overlap_watch.look_at_arrivals(self._names, self.arrived)
+            self._overlap_monitor.look_at_arrivals(self._names, self.arrived)
 
     def stats(self) -> SynchronizationStats | None:
         """Returns what is known of the last synchronisation; None before the first."""
@@ -226,10 +226,10 @@ class GradientSynchronizer:
         """Takes in a gradient that a backward pass has completed."""
         if self._run is None:
             # The module's output was hidden in something that is not searched for tensors.
-            self.begin(average=self._intent.forward_synchronizes)
+            self.begin(average=self._sync_state.forward_synchronizes)
         run = self._run
         assert run is not None
-        if run.average and self._intent.synchronize:
+        if run.average and self._sync_state.synchronize:
             self.take_part()
         number, position = self._places[index]
         bucket = self.buckets[number]
@@ -240,11 +240,11 @@ class GradientSynchronizer:
                 "reentrant checkpoint; use checkpoint(..., use_reentrant=False)"
             )
         nested = current_pass() != run.task
-        if run.share is None or nested:
+        if run.weight is None or nested:
             bucket.keep(position)
-        elif bucket.take(position, run.share):
+        elif bucket.take(position, run.weight):
             run.scaled[number].add(position)
-        if run.share is None:
+        if run.weight is None:
             return
         self.arrived[index] = True
         if self.records_arrivals:
@@ -254,22 +254,22 @@ class GradientSynchronizer:
         if not nested:
             run.complete.add(index)
             run.num_complete[number] += 1
-            self._send_what_is_ready(run, run.share)
+            self._send_what_is_ready(run, run.weight)
 
-    def _send_what_is_ready(self, run: BackwardRun, share: float) -> None:
+    def _send_what_is_ready(self, run: BackwardRun, weight: float) -> None:
         while (
-            self._settings.launch is Launch.WHEN_READY
+            self._settings.launch is LaunchPolicy.WHEN_READY
             and (number := len(run.message_bytes)) < len(self.buckets)
             and run.num_complete[number] == len(self.buckets[number].parameters)
         ):
-            self._send_next(run, share)
+            self._send_next(run, weight)
 
-    def _send_next(self, run: BackwardRun, share: float) -> None:
+    def _send_next(self, run: BackwardRun, weight: float) -> None:
         number = len(run.message_bytes)
         bucket = self.buckets[number]
         while bucket.is_received_early and run.in_flight and run.in_flight[0][1].is_completed():
             self._receive_next(run)
-        message = bucket.pack(run.scaled[number], share)
+        message = bucket.pack(run.scaled[number], weight)
         run.message_bytes.append(message.nbytes)
         run.launched.append(now(self._settings.device))
         try:
@@ -278,7 +278,7 @@ class GradientSynchronizer:
             run.in_flight.append((message, work))
             if self._side_stream is not None:
                 run.finished[number] = self._moment_after(work, self._side_stream)
-            if self._settings.launch is Launch.ONE_BY_ONE:
+            if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
                 self._receive_next(run)
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error

@@ -1,9 +1,9 @@
 """Gradients on their way to the ranks that own them, bucket by bucket.
 
 A bucket's message is as long as its parameters, and exists only while it is under way: gradients
-move into it as backward completes them, and are let go; when it has arrived, this rank's share of
+move into it as backward completes them, and are let go; when it has arrived, this rank's shard of
 the sum is added to its shards' gradients, and the message is let go as well. What stays from step
-to step is the gradient of the share.
+to step is the gradient of the shard.
 
 Ranks tell each other in one small message per backward pass, sent behind the last bucket, which
 parameters had a gradient. It is needed only where this rank had none.
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.buckets import BucketPlan, reducible_gradient, view_like
-from paceline.parallel.ranks.reduce_scatter import Reduction, start_reduction
-from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
+from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
+from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
 
 
-class Presence:
+class UsedParameters:
     """Which parameters any rank had a gradient for.
 
     Args:
@@ -55,12 +55,12 @@ class ShardedBucket:
 
     Args:
         plan: What it holds.
-        unit: Its parameters, divided among the ranks.
-        presence: Which parameters had a gradient.
+        flat: Its parameters, divided among the ranks.
+        used: Which parameters any rank had a gradient for.
         message_dtype: What is sent.
-        shard_group: The ranks that share the unit; the group itself, if that is still there.
+        shard_group: Returns the ranks that hold the shards.
         when_landed: Called when the message has arrived.
-        is_last: Whether presence is sent behind it.
+        is_last: Whether the counts of `used` are sent behind it.
     """
 
     is_received_early = True
@@ -69,8 +69,8 @@ class ShardedBucket:
     def __init__(
         self,
         plan: BucketPlan,
-        unit: ShardUnit,
-        presence: Presence,
+        flat: FlatParameters,
+        used: UsedParameters,
         *,
         message_dtype: torch.dtype,
         shard_group: Callable[[], dist.ProcessGroup],
@@ -78,10 +78,10 @@ class ShardedBucket:
         is_last: bool,
     ) -> None:
         self.plan = plan
-        self.unit = unit
-        self.parameters = unit.parameters
-        self._dtypes = [parameter.dtype for parameter in unit.parameters]
-        self._presence = presence
+        self.flat = flat
+        self.parameters = flat.parameters
+        self._dtypes = [parameter.dtype for parameter in flat.parameters]
+        self._used = used
         self._message_dtype = message_dtype
         self._shard_group = shard_group
         self._when_landed = when_landed
@@ -90,28 +90,28 @@ class ShardedBucket:
         self._views: list[Tensor] = []
         self._missing: dict[nn.Parameter, int] = {}
         """Parameters that this rank has no gradient for, and their places among all."""
-        self._reduction: Reduction | None = None
-        self.gradient = torch.zeros_like(unit.master)
-        """Of this rank's share, averaged over the ranks."""
+        self._reduce_scatter: ReduceScatter | None = None
+        self.gradient = torch.zeros_like(flat.master)
+        """Of this rank's shard, averaged over the ranks."""
 
     def keep(self, position: int) -> None:
         """Leaves a gradient where it is, because it is not to be sent yet."""
         self._gradient(position)
 
-    def take(self, position: int, share: float) -> bool:
-        """Moves a gradient into the message, scaled to its share."""
+    def take(self, position: int, weight: float) -> bool:
+        """Moves a gradient into the message, multiplied by the weight."""
         gradient = self._gradient(position)
         if self._buffer is None:
             self._open()
         view = self._views[position]
         if view.dtype.itemsize > gradient.dtype.itemsize:
-            view.copy_(gradient).mul_(share)  # Scaled in the wider dtype, nothing is lost.
+            view.copy_(gradient).mul_(weight)  # Scaled in the wider dtype, nothing is lost.
         else:
-            torch.mul(gradient, share, out=view)
+            torch.mul(gradient, weight, out=view)
         self.parameters[position].grad = None
         return True
 
-    def pack(self, scaled: set[int], share: float) -> Tensor:
+    def pack(self, scaled: set[int], weight: float) -> Tensor:
         """Returns the message, with zeros for what is missing."""
         if self._buffer is None:
             self._open()
@@ -121,33 +121,33 @@ class ShardedBucket:
             if parameter.grad is None:
                 self._views[position].zero_()
                 self._missing[parameter] = self.plan.slots[position].tensor
-                self._presence.note_missing(self._missing[parameter])
+                self._used.note_missing(self._missing[parameter])
             else:
-                self.take(position, share)
+                self.take(position, weight)
         assert self._buffer is not None
         return self._buffer
 
-    def start(self, message: Tensor, group: dist.ProcessGroup) -> Reduction:
-        """Starts to send every owner its share."""
-        self._reduction = start_reduction(message, self._shard_group())
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
+        """Starts to send every owner its shard."""
+        self._reduce_scatter = start_reduce_scatter(message, self._shard_group())
         if self._is_last:
-            self._presence.start(group)
-        return self._reduction
+            self._used.start(group)
+        return self._reduce_scatter
 
     def unpack(self, _message: Tensor) -> None:
-        """Lets the message go when the owner's share of the sum is taken in."""
+        """Lets the message go when the owner's shard of the sum is taken in."""
         self._when_landed(self)
 
     def add_sum_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds what has arrived for this rank's share to a tensor, and lets the message go."""
-        assert self._reduction is not None
-        self._reduction.add_to(target, overwrite=overwrite)
-        self._reduction = self._buffer = None
+        """Adds what has arrived for this rank's shard to a tensor, and lets the message go."""
+        assert self._reduce_scatter is not None
+        self._reduce_scatter.add_to(target, overwrite=overwrite)
+        self._reduce_scatter = self._buffer = None
         self._views = []
 
     def zero_what_has_no_gradient(self) -> None:
-        """Clears the share's gradient where no earlier pass has left one."""
-        for shard in self.unit.shards:
+        """Clears the shard's gradient where no earlier pass has left one."""
+        for shard in self.flat.shards:
             if shard.tensor.grad is None:
                 self._gradient_of(shard).zero_()
 
@@ -157,7 +157,7 @@ class ShardedBucket:
         Returns those for which this rank itself had none, and their parameters' places among all.
         """
         undecided = {}
-        for shard in self.unit.shards:
+        for shard in self.flat.shards:
             if shard.parameter in self._missing:
                 undecided[shard] = self._missing[shard.parameter]
             else:
@@ -170,24 +170,24 @@ class ShardedBucket:
         shard.tensor.grad = self._gradient_of(shard)
 
     def _gradient_of(self, shard: Shard) -> Tensor:
-        begin = self.unit.offset_in_share(shard)
+        begin = self.flat.offset_of(shard)
         return self.gradient[begin : begin + shard.end - shard.start]
 
     @property
     def is_accumulating(self) -> bool:
         """Whether shards have gradients of an earlier pass, to which this one's are added."""
-        return any(shard.tensor.grad is not None for shard in self.unit.shards)
+        return any(shard.tensor.grad is not None for shard in self.flat.shards)
 
     def _gradient(self, position: int) -> Tensor:
         return reducible_gradient(
             self.parameters[position],
-            self.unit.names[position],
+            self.flat.names[position],
             self._dtypes[position],
             self.plan.device,
         )
 
     def _open(self) -> None:
-        num_elements = self.unit.layout.num_elements
+        num_elements = self.flat.layout.num_elements
         self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
         self._views = [
             view_like(parameter, slot.piece_of(self._buffer))

@@ -1,14 +1,14 @@
-"""Data parallelism in which each rank owns a share of gradients and optimizer state (ZeRO-2).
+"""Data parallelism in which each rank owns a shard of gradients and optimizer state (ZeRO-2).
 
 All ranks have all parameters, bucket by bucket in one stretch of memory, and each owns an equal
-share of every bucket. Phases of one step on every rank:
+shard of every bucket. Phases of one step on every rank:
 
 1. Backward completes a gradient: it moves into its bucket's message. When the bucket and all before
-   it are complete, every owner is sent its share and adds up what it gets. A bucket that has
-   arrived is let go; what stays is the owner's share of the average.
+   it are complete, every owner is sent its shard and adds up what it gets. A bucket that has
+   arrived is let go; what stays is the owner's shard of the average.
 2. Backward is over: what is left is sent and waited for, and all ranks know which parameters had a
    gradient anywhere.
-3. `ShardedOptimizer.step` updates this rank's shards, and starts to send its share to all, bucket
+3. `ShardedOptimizer.step` updates this rank's shards, and starts to send its shard to all, bucket
    by bucket, in the order in which the next forward pass needs them.
 4. In the next forward pass each layer waits for its own parameters only.
 
@@ -21,7 +21,7 @@ backward goes on. A norm over all gradients, or whether they are all finite, is 
 so clipping is refused there, and so is going on without the optimizer's step.
 
 On a mesh of two dimensions, replicate x shard, owners are found along the second, and along the
-first the owners of the same share average it.
+first the owners of the same shard average it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,14 +38,14 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
-from paceline.parallel.partition import Partition, cut_evenly
+from paceline.parallel.partition import Partition, shard_evenly
 from paceline.parallel.ranks.reduce_scatter import Pending, sends_directly
 from paceline.parallel.reducer.base import DataParallel
-from paceline.parallel.reducer.settings import GroupReference, Launch
+from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
-from paceline.parallel.zero.bucket import Presence, ShardedBucket
-from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
-from paceline.parallel.zero.gather_hooks import ParameterWaits
+from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
+from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
+from paceline.parallel.zero.gather_hooks import GatherHooks
 from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
 
 StepMode = Literal["after_backward", "in_backward"]
@@ -100,11 +100,11 @@ class ShardedDataParallel(DataParallel):
         super().__init__(
             module,
             cap_bytes=None if bucket_size_mb is None else bucket_size_mb * MIB,
-            launch=Launch.WHEN_READY,
+            launch=LaunchPolicy.WHEN_READY,
             process_group=process_group,
             **keywords,
         )
-        self._waits = ParameterWaits(module, self._shared)
+        self._gather_hooks = GatherHooks(module, self._shared)
 
     @property
     def _synchronizes(self) -> bool:
@@ -120,7 +120,7 @@ class ShardedDataParallel(DataParallel):
         if any(_is_compiled(module) for module in self.module.modules()):
             self.wait_for_parameters()  # A compiled layer cannot wait inside.
         output = super().forward(*arguments, **keywords)
-        self._waits.learn()
+        self._gather_hooks.learn()
         return output
 
     def wait_for_parameters(self) -> None:
@@ -164,8 +164,8 @@ class ShardedDataParallel(DataParallel):
             )
         gradients = [
             shard.tensor.grad
-            for unit in self._shared.units
-            for shard in unit.shards
+            for flat in self._shared.flats
+            for shard in flat.shards
             if shard.tensor.grad is not None
         ]
         device = self._settings.device
@@ -193,11 +193,11 @@ class ShardedDataParallel(DataParallel):
             _, shard_group = self._mesh_groups
         rank = dist.get_rank(shard_group.get())
         num_ranks = dist.get_world_size(shard_group.get())
-        self._presence = Presence(len(parameters), self._settings.device)
+        self._used = UsedParameters(len(parameters), self._settings.device)
         self._buckets = []
         for number, plan in enumerate(plans):
-            unit = ShardUnit(
-                cut_evenly(plan, num_ranks),
+            flat = FlatParameters(
+                shard_evenly(plan, num_ranks),
                 parameters,
                 names,
                 rank=rank,
@@ -207,8 +207,8 @@ class ShardedDataParallel(DataParallel):
             self._buckets.append(
                 ShardedBucket(
                     plan,
-                    unit,
-                    self._presence,
+                    flat,
+                    self._used,
                     message_dtype=self._message_dtype(plan.dtype),
                     shard_group=shard_group.get,
                     when_landed=self._land,
@@ -221,7 +221,7 @@ class ShardedDataParallel(DataParallel):
             parameter_group = _copy_of(shard_group, self._settings.device)
         self._shared = ShardedParameters(
             # Backward reaches the last layers first, forward the first.
-            [bucket.unit for bucket in reversed(self._buckets)],
+            [bucket.flat for bucket in reversed(self._buckets)],
             parameter_group,
             steps_in_backward=steps_in_backward,
         )
@@ -239,7 +239,7 @@ class ShardedDataParallel(DataParallel):
         self._synchronizer.after_run = self._settle
 
     def _prepare(self) -> GradientSynchronizer:
-        if self._shared.has_stepped and self._intent.synchronize and self.training:
+        if self._shared.has_stepped and self._sync_state.synchronize and self.training:
             raise UsageError(
                 "this container has updated parameters in backward, and the optimizer's step() was "
                 "not called since; call it after every backward that is averaged, and accumulate "
@@ -277,7 +277,7 @@ class ShardedDataParallel(DataParallel):
         bucket.add_sum_to(total, overwrite=True)
         replicas, _ = self._mesh_groups
         work = dist.all_reduce(total, group=replicas.get(), async_op=True)
-        pending = Pending("all_reduce of a share over replicas", total.nbytes, [work])
+        pending = Pending("all_reduce of a shard over replicas", total.nbytes, [work])
         self._landed.append((bucket, pending, total))
 
     def _give_gradients(self, bucket: ShardedBucket) -> None:
@@ -286,7 +286,7 @@ class ShardedDataParallel(DataParallel):
         if undecided or self._undecided:
             self._undecided.append((bucket, undecided))
         elif self._shared.steps_in_backward:
-            self._shared.step_unit(bucket.unit)
+            self._shared.step_flat(bucket.flat)
 
     def _settle(self) -> None:
         """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
@@ -300,13 +300,13 @@ class ShardedDataParallel(DataParallel):
         self._landed.clear()
         asked = [number for _, shards in self._undecided for number in shards.values()]
         undecided = [(bucket, shard) for bucket, shards in self._undecided for shard in shards]
-        answers = self._presence.finish(asked)
+        answers = self._used.finish(asked)
         for (bucket, shard), is_present in zip(undecided, answers, strict=True):
             if is_present:
                 bucket.give_gradient(shard)
         if self._shared.steps_in_backward:
             for bucket, _ in self._undecided:
-                self._shared.step_unit(bucket.unit)
+                self._shared.step_flat(bucket.flat)
         self._undecided.clear()
 
 

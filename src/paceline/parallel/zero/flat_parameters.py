@@ -1,9 +1,9 @@
-"""Parameters in one stretch of memory, of which every rank owns a share.
+"""Parameters in one stretch of memory, of which every rank owns a shard.
 
 The parameters keep their identity, shape and values, but lie one behind another, so that what a
 rank owns is one contiguous tensor and goes to the others in one message. What the optimizer of a
 rank updates are its shards: one tensor per parameter that it owns something of, all of them views
-of its share. With a master dtype the shards are a copy of the share in that dtype, for parameters
+of its shard. With a master dtype the shards are a copy of the shard in that dtype, for parameters
 in sixteen bits whose updates are too small for them.
 """
 
@@ -18,8 +18,8 @@ from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import view_like
-from paceline.parallel.partition import Partition, UnitLayout
-from paceline.parallel.ranks.reduce_scatter import Pending, start_gathering
+from paceline.parallel.partition import Partition, ShardLayout
+from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Shard:
     """What the optimizer updates; the parameter itself where ranks own whole parameters."""
 
 
-class ShardUnit:
+class FlatParameters:
     """Moves parameters into one flat tensor, and keeps this rank's shards of it.
 
     Args:
@@ -49,7 +49,7 @@ class ShardUnit:
     @torch.no_grad()
     def __init__(
         self,
-        layout: UnitLayout,
+        layout: ShardLayout,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         *,
@@ -61,20 +61,22 @@ class ShardUnit:
         self.partition = partition
         self.parameters = [parameters[slot.tensor] for slot in layout.slots]
         self.names = [names[slot.tensor] for slot in layout.slots]
-        self.flat = torch.zeros(layout.num_elements, dtype=layout.dtype, device=layout.device)
+        self.buffer = torch.zeros(layout.num_elements, dtype=layout.dtype, device=layout.device)
         for slot, parameter in zip(layout.slots, self.parameters, strict=True):
-            view = view_like(parameter, slot.piece_of(self.flat))
+            view = view_like(parameter, slot.piece_of(self.buffer))
             view.copy_(parameter)
             parameter.data = view
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self.share = self.flat[layout.borders[rank] : layout.borders[rank + 1]]
+        self.local_shard = self.buffer[layout.borders[rank] : layout.borders[rank + 1]]
         """What this rank owns, as the others see it."""
         self.has_master = master_dtype is not None and master_dtype != layout.dtype
-        self.master = self.share.to(master_dtype, copy=True) if self.has_master else self.share
+        self.master = (
+            self.local_shard.to(master_dtype, copy=True) if self.has_master else self.local_shard
+        )
         """What this rank's optimizer updates."""
         self.shards = []
         begin = layout.borders[rank]
-        for tensor, start, end, offset in layout.pieces(rank):
+        for tensor, start, end, offset in layout.slices(rank):
             piece = self.master[offset - begin : offset - begin + end - start]
             self.shards.append(
                 Shard(
@@ -96,8 +98,8 @@ class ShardUnit:
             elif shard.tensor.grad is not None:
                 shard.tensor.grad.zero_()
 
-    def offset_in_share(self, shard: Shard) -> int:
-        """Returns where a shard that was cut from its parameter lies in this rank's share."""
+    def offset_of(self, shard: Shard) -> int:
+        """Returns where a shard that was cut from its parameter begins in the local shard."""
         return int(shard.tensor.storage_offset() - self.master.storage_offset())
 
     def require_in_place(self) -> None:
@@ -113,15 +115,15 @@ class ShardUnit:
 
     @torch.no_grad()
     def publish(self, group: dist.ProcessGroup) -> None:
-        """Starts to send this rank's share to all, and to receive theirs."""
+        """Starts to send this rank's shard to all, and to receive theirs."""
         if self.has_master:
-            self.share.copy_(self.master)
+            self.local_shard.copy_(self.master)
         # A graph that has saved the old values must not be run backward with the new ones.
         torch.autograd.graph.increment_version(self.parameters)
-        self._pending = start_gathering(self.flat, self.layout.borders, group)
+        self._pending = start_all_gather(self.buffer, self.layout.borders, group)
 
     def wait(self) -> None:
-        """Waits until all shares are here, if they are on their way."""
+        """Waits until all shards are here, if they are on their way."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with named_range(WAIT):
@@ -134,8 +136,10 @@ class ShardUnit:
         Where a parameter is what the master is rounded to, the master knows better.
         """
         if self.has_master:
-            is_same = self.master.to(self.share.dtype) == self.share
-            self.master.copy_(torch.where(is_same, self.master, self.share.to(self.master.dtype)))
+            is_same = self.master.to(self.local_shard.dtype) == self.local_shard
+            self.master.copy_(
+                torch.where(is_same, self.master, self.local_shard.to(self.master.dtype))
+            )
 
 
 def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parallel.zero.flat_parameters import ShardUnit
+from paceline.parallel.zero.flat_parameters import FlatParameters
 from paceline.parallel.zero.registry import ShardedParameters
 
 
-class ParameterWaits:
+class GatherHooks:
     """Waits for parameters wherever the module is about to use, save or load them.
 
     Args:
@@ -32,20 +32,20 @@ class ParameterWaits:
         self._root = weakref.ref(root)
         self._parameters = parameters
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._own: weakref.WeakKeyDictionary[nn.Module, list[ShardUnit]] = (
+        self._own: weakref.WeakKeyDictionary[nn.Module, list[FlatParameters]] = (
             weakref.WeakKeyDictionary()
         )
-        self._needed: Mapping[nn.Module, list[ShardUnit]] | None = None
-        """Which units a module waits for; None until that is learned."""
-        unit_of = {parameter: unit for unit in parameters.units for parameter in unit.parameters}
+        self._needed: Mapping[nn.Module, list[FlatParameters]] | None = None
+        """What a module waits for; None until that is learned."""
+        flat_of = {parameter: flat for flat in parameters.flats for parameter in flat.parameters}
         for module in root.modules():
-            units = (unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
-            self._own[module] = list(dict.fromkeys(units))
+            flats = (flat_of[p] for p in module.parameters(recurse=False) if p in flat_of)
+            self._own[module] = list(dict.fromkeys(flats))
             # Before other hooks, which may compute parameters from parameters.
-            module.register_forward_pre_hook(_Hook(self, ParameterWaits.before), prepend=True)
+            module.register_forward_pre_hook(_Hook(self, GatherHooks.before), prepend=True)
             # Parts of a model are saved and loaded by themselves as well.
             wait, refresh = (
-                _Hook(self, action) for action in (ParameterWaits.wait, ParameterWaits.refresh)
+                _Hook(self, action) for action in (GatherHooks.wait, GatherHooks.refresh)
             )
             module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
@@ -57,8 +57,8 @@ class ParameterWaits:
             self._called.add(module)
             self._parameters.wait()
             return
-        for unit in self._needed.get(module, ()):
-            unit.wait()
+        for flat in self._needed.get(module, ()):
+            flat.wait()
 
     def wait(self, _module: nn.Module) -> None:
         """Waits for everything."""
@@ -66,22 +66,24 @@ class ParameterWaits:
 
     def refresh(self, module: nn.Module) -> None:
         """Lets masters follow parameters that were loaded."""
-        for unit in self._own.get(module, ()):
-            unit.refresh_master()
+        for flat in self._own.get(module, ()):
+            flat.refresh_master()
 
     def learn(self) -> None:
         """Decides who waits for what, when the whole module has been called once."""
         root = self._root()
         if self._needed is not None or root is None:
             return
-        needed: weakref.WeakKeyDictionary[nn.Module, list[ShardUnit]] = weakref.WeakKeyDictionary()
+        needed: weakref.WeakKeyDictionary[nn.Module, list[FlatParameters]] = (
+            weakref.WeakKeyDictionary()
+        )
 
         def visit(module: nn.Module, caller: nn.Module) -> None:
             if module in self._called:
                 caller = module
             for reader in {module, caller}:
                 known = needed.setdefault(reader, [])
-                known += [unit for unit in self._own.get(module, ()) if unit not in known]
+                known += [flat for flat in self._own.get(module, ()) if flat not in known]
             for child in module.children():
                 visit(child, caller)
 
@@ -93,7 +95,7 @@ class _Hook:
     """Calls a method of an object that may be gone; as a copy, does nothing."""
 
     def __init__(
-        self, target: ParameterWaits, action: Callable[[ParameterWaits, nn.Module], None]
+        self, target: GatherHooks, action: Callable[[GatherHooks, nn.Module], None]
     ) -> None:
         self._target = weakref.ref(target)
         self._action = action

@@ -5,7 +5,7 @@ averages them on all ranks, phases of one step on every rank are:
 
 1. The options of the groups, which schedulers change, go to the inner optimizers.
 2. An inner optimizer updates the shards of this rank, in place.
-3. Every rank sends its share to all, for each dtype and device: on gloo as one message per rank,
+3. Every rank sends its shard to all, for each dtype and device: on gloo as one message per rank,
    on NCCL by an all-gather in place. All are under way at once, and waited for in the end.
 
 Under `ShardedDataParallel`, which reduces each gradient to its owner alone, phases 2 and 3 go
@@ -13,7 +13,7 @@ bucket by bucket, those that the next forward pass needs first; and nobody waits
 next forward pass does, layer by layer.
 
 With all-reduced gradients this is ZeRO's first stage with half as much communication again:
-an all-reduce moves twice the parameters, sending shares the third part. Reducing to
+an all-reduce moves twice the parameters, sending shards the third part. Reducing to
 owners saves one of the three.
 """
 
@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import tensor_spec
-from paceline.parallel.partition import Partition, divide
+from paceline.parallel.partition import Partition, plan_shards
 from paceline.parallel.reducer.module_checks import resolve_group
 from paceline.parallel.reducer.settings import GroupReference
-from paceline.parallel.zero.flat_parameters import Shard, ShardUnit
+from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
 from paceline.parallel.zero.optimizer_state import load_shards, save_shards
 from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
-from paceline.parallel.zero.shard_optimizer import MakeOptimizer, UnitOptimizer
+from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
         self._group = GroupReference(group)
         self._make: MakeOptimizer = lambda groups: optimizer_cls(groups, **kwargs)
         self._loads = [0] * dist.get_world_size(group)
-        self._parts: dict[ShardUnit, UnitOptimizer] = {}
+        self._parts: dict[FlatParameters, ShardOptimizer] = {}
         self._containers: list[ShardedParameters] = []
         self._is_complete = False
         listed = list(params)
@@ -99,8 +99,8 @@ class ShardedOptimizer(Optimizer):
         self._divide(self.param_groups)
 
     @property
-    def parts(self) -> list[UnitOptimizer]:
-        """One inner optimizer per unit, in the order in which they step."""
+    def parts(self) -> list[ShardOptimizer]:
+        """One inner optimizer per flat buffer, in the order in which they step."""
         return list(self._parts.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class ShardedOptimizer(Optimizer):
                 part.step(**kwargs)
         for part in self.parts:
             if not part.is_awaited_elsewhere:
-                part.unit.wait()
+                part.flat.wait()
         for container in self._containers:
             container.has_stepped = False
         return loss
@@ -145,7 +145,7 @@ class ShardedOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         for part in self.parts:
-            part.unit.zero_gradients(set_to_none=set_to_none)
+            part.flat.zero_gradients(set_to_none=set_to_none)
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank owns."""
@@ -162,7 +162,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_tensors(self) -> list[Tensor]:
         """Returns what this rank keeps from step to step, master copies of its shards included."""
-        kept = [part.unit.master for part in self.parts if part.unit.has_master]
+        kept = [part.flat.master for part in self.parts if part.flat.has_master]
         for part in self.parts:
             if part.inner is not None:
                 kept += _tensors_in_state(part.inner)
@@ -240,9 +240,9 @@ class ShardedOptimizer(Optimizer):
         ]
         specs = [tensor_spec(*named) for named in zip(names, parameters, strict=True)]
         rank = dist.get_rank(self._group.get())
-        for layout in divide(specs, self._loads, self.partition):
-            unit = ShardUnit(layout, parameters, names, rank=rank, partition=self.partition)
-            self._parts[unit] = UnitOptimizer(unit, self._group, groups, self._make)
+        for layout in plan_shards(specs, self._loads, self.partition):
+            flat = FlatParameters(layout, parameters, names, rank=rank, partition=self.partition)
+            self._parts[flat] = ShardOptimizer(flat, self._group, groups, self._make)
 
     def _follow_container(
         self, parameters: ShardedParameters, groups: Sequence[dict[str, Any]]
@@ -252,19 +252,19 @@ class ShardedOptimizer(Optimizer):
                 "a ShardedDataParallel cuts its parameters anywhere, which is right only for an "
                 "optimizer that treats each element by itself; use another container"
             )
-        parameters.attach(self._step_unit)
+        parameters.attach(self._step_flat)
         if parameters not in self._containers:
             self._containers.append(parameters)
-        for unit in parameters.units:
-            if unit in self._parts:
-                self._parts[unit].extend(groups)
+        for flat in parameters.flats:
+            if flat in self._parts:
+                self._parts[flat].extend(groups)
             else:
-                self._parts[unit] = UnitOptimizer(
-                    unit, parameters.group, groups, self._make, parameters
+                self._parts[flat] = ShardOptimizer(
+                    flat, parameters.group, groups, self._make, parameters
                 )
 
-    def _step_unit(self, unit: ShardUnit) -> None:
-        part = self._parts[unit]
+    def _step_flat(self, flat: FlatParameters) -> None:
+        part = self._parts[flat]
         part.step()
         part.drop_gradients()
 

@@ -32,7 +32,7 @@ from paceline.parallel.zero.optimizer_state import (
     number_parameters,
     pack_groups,
 )
-from paceline.parallel.zero.shard_optimizer import UnitOptimizer
+from paceline.parallel.zero.shard_optimizer import ShardOptimizer
 
 _STATE = "state"
 _GROUPS = "param_groups"
@@ -86,7 +86,7 @@ class FlatPiece(Tensor):
 
 
 def checkpoint_state(
-    groups: Sequence[dict[str, Any]], parts: Sequence[UnitOptimizer], model: nn.Module
+    groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer], model: nn.Module
 ) -> dict[str, Any]:
     """Returns what this rank has to save, by the names that the model gives its parameters."""
     names = _names(groups, model)
@@ -103,7 +103,7 @@ def checkpoint_state(
 
 def load_checkpoint(
     groups: Sequence[dict[str, Any]],
-    parts: Sequence[UnitOptimizer],
+    parts: Sequence[ShardOptimizer],
     model: nn.Module,
     reader: StorageReader,
     prefix: str,
@@ -217,8 +217,8 @@ def _room_for(saved: Any, shard: Shard, key: str) -> Any:
     return FlatPiece.of(room, shard.start, num_reals(shard.parameter))
 
 
-def _shaped(part: UnitOptimizer, shard: Shard, value: Any) -> Any:
+def _shaped(part: ShardOptimizer, shard: Shard, value: Any) -> Any:
     if not isinstance(value, FlatPiece):
         return value
     flat = value.as_subclass(Tensor)
-    return view_like(shard.parameter, flat) if part.unit.partition is Partition.PARAMETERS else flat
+    return view_like(shard.parameter, flat) if part.flat.partition is Partition.PARAMETERS else flat

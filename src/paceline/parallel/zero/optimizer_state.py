@@ -20,7 +20,7 @@ from paceline.core.errors import PacelineError
 from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.partition import Partition
 from paceline.parallel.zero.flat_parameters import Shard, flat_elements
-from paceline.parallel.zero.shard_optimizer import MASTER, NOT_OPTIONS, UnitOptimizer
+from paceline.parallel.zero.shard_optimizer import MASTER, NOT_OPTIONS, ShardOptimizer
 
 STEP = "step"  # A parameter without dimensions has state of the same shape.
 _SHARDS = "shards"
@@ -118,7 +118,9 @@ class SavedPiece:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
 
 
-def save_shards(groups: Sequence[dict[str, Any]], parts: Iterable[UnitOptimizer]) -> dict[str, Any]:
+def save_shards(
+    groups: Sequence[dict[str, Any]], parts: Iterable[ShardOptimizer]
+) -> dict[str, Any]:
     """Returns this rank's state dictionary."""
     numbers = number_parameters(groups)
     state: dict[int, dict[str, Any]] = {}
@@ -126,7 +128,7 @@ def save_shards(groups: Sequence[dict[str, Any]], parts: Iterable[UnitOptimizer]
     for part in parts:
         for shard in part.shards:
             number = numbers[shard.parameter]
-            is_flat = part.unit.partition is Partition.ELEMENTS
+            is_flat = part.flat.partition is Partition.ELEMENTS
             piece = _piece(shard.parameter, shard.start, shard.end, is_flat=is_flat)
             pieces[number] = dataclasses.asdict(piece)
             if values := part.state_of(shard):
@@ -136,13 +138,13 @@ def save_shards(groups: Sequence[dict[str, Any]], parts: Iterable[UnitOptimizer]
 
 def load_shards(
     groups: Sequence[dict[str, Any]],
-    parts: Sequence[UnitOptimizer],
+    parts: Sequence[ShardOptimizer],
     states: Iterable[dict[str, Any]],
 ) -> None:
     """Gives the inner optimizers what saved states hold of this rank's shards."""
     numbers = number_parameters(groups)
     wanted = {
-        numbers[shard.parameter]: ShardState(shard=shard, partition=part.unit.partition)
+        numbers[shard.parameter]: ShardState(shard=shard, partition=part.flat.partition)
         for part in parts
         for shard in part.shards
     }
@@ -244,13 +246,13 @@ def load_options(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any
 
 
 @torch.no_grad()
-def install(parts: Sequence[UnitOptimizer], states: Mapping[Shard, dict[str, Any]]) -> None:
+def install(parts: Sequence[ShardOptimizer], states: Mapping[Shard, dict[str, Any]]) -> None:
     """Gives each shard its state, and its own value where it is more precise."""
     for part in parts:
-        part.unit.refresh_master()
+        part.flat.refresh_master()
         own = {shard: dict(states[shard]) for shard in part.shards}
         for shard, state in own.items():
-            if (master := state.pop(MASTER, None)) is not None and part.unit.has_master:
+            if (master := state.pop(MASTER, None)) is not None and part.flat.has_master:
                 shard.tensor.copy_(master)
         part.load_state(own)
 

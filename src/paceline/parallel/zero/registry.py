@@ -14,67 +14,68 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
 from paceline.parallel.reducer.settings import GroupReference
-from paceline.parallel.zero.flat_parameters import ShardUnit
+from paceline.parallel.zero.flat_parameters import FlatParameters
 
 _known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
 
 
 class ShardedParameters:
-    """The units of one container.
+    """The flat parameters of one container, one object per bucket.
 
     Args:
-        units: In the order in which the next forward pass needs them.
+        flats: In the order in which the next forward pass needs them.
         group: The ranks that share them.
-        steps_in_backward: Whether each unit is updated as soon as its gradients have arrived.
+        steps_in_backward: Whether each bucket's parameters are updated as soon as their gradients
+            have arrived.
     """
 
     def __init__(
-        self, units: Sequence[ShardUnit], group: GroupReference, *, steps_in_backward: bool
+        self, flats: Sequence[FlatParameters], group: GroupReference, *, steps_in_backward: bool
     ) -> None:
-        self.units = units
+        self.flats = flats
         self.group = group
         self.steps_in_backward = steps_in_backward
         self.has_stepped = False
-        """Whether units were updated in backward since the optimizer's last step."""
-        self._step_unit: weakref.WeakMethod[Callable[[ShardUnit], None]] | None = None
-        for unit in units:
-            for parameter in unit.parameters:
+        """Whether parameters were updated in backward since the optimizer's last step."""
+        self._step_flat: weakref.WeakMethod[Callable[[FlatParameters], None]] | None = None
+        for flat in flats:
+            for parameter in flat.parameters:
                 _known[parameter] = weakref.ref(self)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether anyone would update the shards."""
-        return self._step_unit is not None and self._step_unit() is not None
+        return self._step_flat is not None and self._step_flat() is not None
 
-    def attach(self, step_unit: Callable[[ShardUnit], None]) -> None:
-        """Lets a method of an optimizer update a unit's shards."""
-        if self._step_unit is not None and self._step_unit() not in (None, step_unit):
+    def attach(self, step_flat: Callable[[FlatParameters], None]) -> None:
+        """Lets a method of an optimizer update this rank's shards of flat parameters."""
+        if self._step_flat is not None and self._step_flat() not in (None, step_flat):
             raise UsageError(
                 "the parameters of a ShardedDataParallel belong to another ShardedOptimizer "
                 "already; give one optimizer several groups instead"
             )
-        self._step_unit = weakref.WeakMethod(step_unit)
+        self._step_flat = weakref.WeakMethod(step_flat)
 
-    def step_unit(self, unit: ShardUnit) -> None:
-        """Updates a unit's shards whose gradients have arrived, and sends them."""
-        step = None if self._step_unit is None else self._step_unit()
+    def step_flat(self, flat: FlatParameters) -> None:
+        """Updates this rank's shards, whose gradients have arrived, and sends them."""
+        step = None if self._step_flat is None else self._step_flat()
         if step is None:
             raise UsageError(
                 "a ShardedDataParallel that steps in backward has no optimizer; make a "
                 "ShardedOptimizer of its parameters before the first backward"
             )
         self.has_stepped = True
-        step(unit)
+        step(flat)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all shards."""
-        for unit in self.units:
-            unit.zero_gradients(set_to_none=set_to_none)
+        for flat in self.flats:
+            flat.zero_gradients(set_to_none=set_to_none)
 
     def wait(self) -> None:
         """Waits until all parameters have their new values."""
-        for unit in self.units:
-            unit.wait()
+        for flat in self.flats:
+            flat.wait()
 
 
 def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None:

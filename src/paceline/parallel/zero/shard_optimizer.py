@@ -1,4 +1,4 @@
-"""The inner optimizer of one unit: it updates what this rank owns of it."""
+"""The inner optimizer of flat parameters: it updates this rank's shards of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from paceline.core.errors import UsageError
 from paceline.parallel.partition import Partition
 from paceline.parallel.reducer.settings import GroupReference
-from paceline.parallel.zero.flat_parameters import Shard, ShardUnit, flat_elements
+from paceline.parallel.zero.flat_parameters import FlatParameters, Shard, flat_elements
 from paceline.parallel.zero.registry import ShardedParameters
 
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]
@@ -22,32 +22,32 @@ NOT_OPTIONS = ("params", "param_names")
 """What a group has beside its options."""
 
 
-class UnitOptimizer:
-    """Steps a unit's shards on this rank, and sends them.
+class ShardOptimizer:
+    """Steps this rank's shards of flat parameters, and sends them.
 
     Args:
-        unit: Parameters, and what this rank owns of them.
+        flat: Parameters, and this rank's shards of them.
         group: The ranks that share it.
         outer_groups: Groups of whole parameters; the shards take their options from them.
         make: Makes an optimizer of groups of shards.
-        container: Who reduces the unit's gradients to their owners; None if all ranks have them.
+        container: Who reduce-scatters the gradients; None if all ranks have all of them.
     """
 
     def __init__(
         self,
-        unit: ShardUnit,
+        flat: FlatParameters,
         group: GroupReference,
         outer_groups: Sequence[dict[str, Any]],
         make: MakeOptimizer,
         container: ShardedParameters | None = None,
     ) -> None:
-        self.unit = unit
+        self.flat = flat
         self._group = group
         self._make = make
         self.shards: list[Shard] = []
-        """What this rank's optimizer updates of the unit."""
+        """What this rank's optimizer updates."""
         self.inner: Optimizer | None = None
-        """None where this rank owns nothing of the unit."""
+        """None where this rank has no shard."""
         self._outer_groups: list[dict[str, Any]] = []
         self._given: list[dict[str, Any]] = []
         """The options that the inner groups were last given."""
@@ -61,7 +61,7 @@ class UnitOptimizer:
         groups = []
         for outer in outer_groups:
             chosen = set(outer["params"])
-            shards = [shard for shard in self.unit.shards if shard.parameter in chosen]
+            shards = [shard for shard in self.flat.shards if shard.parameter in chosen]
             if shards:
                 self.shards += shards
                 self._outer_groups.append(outer)
@@ -75,10 +75,10 @@ class UnitOptimizer:
 
     def step(self, **keywords: Any) -> None:
         """Updates this rank's shards, and starts to send them."""
-        if not any(parameter.requires_grad for parameter in self.unit.parameters):
+        if not any(parameter.requires_grad for parameter in self.flat.parameters):
             return  # All are frozen, on all ranks, and nothing has changed.
-        self.unit.wait()
-        self.unit.require_in_place()
+        self.flat.wait()
+        self.flat.require_in_place()
         if self.inner is not None:
             self._pass_on_options(self.inner)
             if self._cuts_gradients:
@@ -87,7 +87,7 @@ class UnitOptimizer:
             self.inner.step(**keywords)
             if self._cuts_gradients:
                 self.drop_gradients()
-        self.unit.publish(self._group.get())
+        self.flat.publish(self._group.get())
 
     def _pass_on_options(self, inner: Optimizer) -> None:
         """Gives the inner groups what has changed in the outer ones, as schedulers change them.
@@ -103,7 +103,7 @@ class UnitOptimizer:
     @property
     def _cuts_gradients(self) -> bool:
         """Whether shards' gradients are cut from whole ones, which all ranks have."""
-        return not self.is_awaited_elsewhere and self.unit.partition is Partition.ELEMENTS
+        return not self.is_awaited_elsewhere and self.flat.partition is Partition.ELEMENTS
 
     def _cut_gradient(self, shard: Shard) -> Tensor | None:
         gradient = shard.parameter.grad
@@ -121,7 +121,7 @@ class UnitOptimizer:
         """Returns a shard's state, with its own value where that is more precise."""
         assert self.inner is not None
         state = dict(self.inner.state.get(shard.tensor, {}))
-        if self.unit.has_master:
+        if self.flat.has_master:
             state[MASTER] = shard.tensor.detach()
         return state
 

@@ -1,4 +1,4 @@
-"""Sums to owners and values from owners, by both ways that gloo is used."""
+"""Reduce-scatter and all-gather, by both ways that gloo is used."""
 
 import pathlib
 import subprocess
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.parallel import RankPool
-from paceline.parallel.ranks import reduce_scatter as exchange
-from paceline.parallel.ranks.reduce_scatter import start_gathering, start_reduction
+from paceline.parallel.ranks import reduce_scatter
+from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
 
 Pools = Callable[[int], RankPool]
 
 
 def _use(way: str) -> None:
-    exchange._MOST_PEERS = {"direct": 16, "collectives": 1}[way]
+    reduce_scatter._MOST_PEERS = {"direct": 16, "collectives": 1}[way]
 
 
 def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
@@ -30,7 +30,7 @@ def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
     expected = sum(message.float() for message in messages)[own]
     target = torch.full((length,), 100.0)
     # Several at a time, and the first to be started is not the first to be waited for.
-    pending = [start_reduction(messages[rank].clone(), dist.group.WORLD) for _ in range(3)]
+    pending = [start_reduce_scatter(messages[rank].clone(), dist.group.WORLD) for _ in range(3)]
     for reduction in reversed(pending):
         reduction.wait()
         assert reduction.is_completed()
@@ -38,7 +38,7 @@ def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
     assert torch.equal(target, expected)
     pending[1].add_to(target, overwrite=False)
     assert torch.equal(target, 2 * expected)
-    start_reduction(torch.empty(0), dist.group.WORLD).wait()
+    start_reduce_scatter(torch.empty(0), dist.group.WORLD).wait()
     _use("direct")
 
 
@@ -58,7 +58,7 @@ def _gather(rank: int, world_size: int, way: str, even: bool) -> None:
     expected = torch.cat([torch.full((n,), float(r)) for r, n in enumerate(lengths)])
     flat = torch.full_like(expected, -1.0)
     flat[borders[rank] : borders[rank + 1]] = rank
-    pending = start_gathering(flat, borders, dist.group.WORLD)
+    pending = start_all_gather(flat, borders, dist.group.WORLD)
     pending.wait()
     assert torch.equal(flat, expected)
     _use("direct")
@@ -74,7 +74,7 @@ def test_all_get_every_owners_share(
 
 
 def _complete_without_waiting(_rank: int, _world_size: int) -> None:
-    pending = start_reduction(torch.ones(2_000_000), dist.group.WORLD)
+    pending = start_reduce_scatter(torch.ones(2_000_000), dist.group.WORLD)
     deadline = time.monotonic() + 30
     while not pending.is_completed():
         assert time.monotonic() < deadline
@@ -91,7 +91,7 @@ def _profile_while_under_way(_rank: int, world_size: int) -> None:
     borders = range(0, flat.numel() + 1, length)
     for _ in range(10):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-            pending = [start_gathering(flat, borders, dist.group.WORLD) for _ in range(5)]
+            pending = [start_all_gather(flat, borders, dist.group.WORLD) for _ in range(5)]
         for one in pending:
             one.wait()
 
@@ -105,11 +105,11 @@ import time
 import torch
 import torch.distributed as dist
 from paceline.parallel import distributed_session
-from paceline.parallel.ranks.reduce_scatter import start_reduction
+from paceline.parallel.ranks.reduce_scatter import start_reduce_scatter
 
 with distributed_session(ranks_per_host=2, timeout_s=120) as session:
     if session.rank == 1:
-        pending = start_reduction(torch.ones(1000), dist.group.WORLD)
+        pending = start_reduce_scatter(torch.ones(1000), dist.group.WORLD)
         raise SystemExit(3)
     time.sleep(100)
 """
