@@ -15,25 +15,39 @@ _LARGEST_COUNT = 1e9
 """What is larger is written with an exponent."""
 
 
-def make_finding(name: str, template: str, remedy: str = "", **values: float | str) -> Finding:
+def make_finding(
+    name: str, template: str, remedy: str = "", **values: float | str | Ratio | None
+) -> Finding:
     """Fills a template.
 
     Args:
         name: Stable identifier.
         template: One sentence with a field for each value that it tells.
         remedy: What to do about it.
-        **values: Numbers, which are the figures, units in their names; and words.
+        **values: Numbers and ratios, which are the figures, units in their names, None for what is
+            unknown; and words.
     """
-    texts = {
-        key: value if isinstance(value, str) else format_figure(key, value)
-        for key, value in values.items()
-    }
-    return Finding(
-        name=name,
-        message=template.format(**texts),
-        remedy=remedy,
-        figures={key: value for key, value in values.items() if not isinstance(value, str)},
-    )
+    figures: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for key, value in values.items():
+        if value is None:
+            texts[key] = "unknown"
+        elif isinstance(value, str):
+            texts[key] = value
+        elif isinstance(value, Ratio):
+            texts[key] = format_ratio(value)
+            figures |= {key: value.value, f"{key}_low": value.low, f"{key}_high": value.high}
+        else:
+            texts[key] = format_figure(key, value)
+            figures[key] = value
+    return Finding(name=name, message=template.format(**texts), remedy=remedy, figures=figures)
+
+
+def format_ratio(ratio: Ratio) -> str:
+    """Writes a ratio of samples with its verdict, such as ``0.73 times (0.72 to 0.75: less)``."""
+    if ratio.standing == "unknown":
+        return f"{ratio.value:.3g} times (unknown: too few samples, {ratio.num_samples})"
+    return f"{ratio.value:.3g} times ({ratio.low:.3g} to {ratio.high:.3g}: {ratio.standing})"
 
 
 def format_figure(name: str, value: float) -> str:
@@ -63,14 +77,3 @@ def standing(value: float, reference: float) -> Standing:
 def against(value: float, reference: float) -> str:
     """Writes the verdict with the difference, such as ``alike (+3%)``."""
     return f"{standing(value, reference)} ({value / reference - 1:+.0%})"
-
-
-def ratio_values(ratio: Ratio) -> dict[str, float | str]:
-    """Returns a ratio of samples as the fields of a template: its interval and its verdict."""
-    few = f" ({ratio.num_samples} samples are too few)" if ratio.standing == "unknown" else ""
-    return {
-        "ratio": ratio.value,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
-        "verdict": f"{ratio.standing}{few}",
-    }
