@@ -25,14 +25,14 @@ from paceline.prediction.backtest import Judgement, judge, leave_one_out
 from paceline.prediction.records import ledger_cases
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
-from paceline.reports.plots.backtest import plot_ledger
+from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.diagrams.sharding import plot_stages
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
-from paceline.reports.tables.backtest import ledger_table
+from paceline.reports.tables.backtest import backtest_table
 from paceline.reports.tables.calibration import repeats_table
 from paceline.reports.tables.profile import (
     attention_table,
@@ -260,7 +260,7 @@ def judged_steps() -> tuple[list[Judgement], int]:
 def draw_judged_steps() -> "Figure":
     """Draws predicted steps beside measured ones."""
     judgements, counted = judged_steps()
-    return plot_ledger(judgements, counted=counted)
+    return plot_backtest(judgements, counted=counted)
 
 
 DRAWN = {**SCHEMES, "step-ledger": draw_judged_steps}
@@ -360,7 +360,7 @@ def tables() -> dict[str, str]:
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),
-        "step-ledger.md": render_markdown(ledger_table(judgements, counted=counted)),
+        "step-ledger.md": render_markdown(backtest_table(judgements, counted=counted)),
         "calibration-repeats.md": render_markdown(repeats_table(repeated)),
         "scale-ranks.md": scale_by_ranks(),
         "benchmarks.md": benchmarks(),

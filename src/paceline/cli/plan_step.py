@@ -114,9 +114,9 @@ def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
 def run_ledger(command: LedgerCommand) -> int:
     """Judges every case by the others."""
     from paceline.prediction.backtest import judge, leave_one_out, summarize
-    from paceline.reports.plots.backtest import plot_ledger
+    from paceline.reports.plots.backtest import plot_backtest
     from paceline.reports.plots.style import save_as
-    from paceline.reports.tables.backtest import ledger_table
+    from paceline.reports.tables.backtest import backtest_table
     from paceline.reports.tables.table import render_rich
 
     cases = _read_cases(command.records)
@@ -129,9 +129,9 @@ def run_ledger(command: LedgerCommand) -> int:
         verdict = summarize(judgements[: len(cases)])
         sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
     else:
-        stdout_console().print(render_rich(ledger_table(judgements, counted=len(cases))))
+        stdout_console().print(render_rich(backtest_table(judgements, counted=len(cases))))
     if command.figure is not None:
-        save_as(plot_ledger(judgements, counted=len(cases)), command.figure)
+        save_as(plot_backtest(judgements, counted=len(cases)), command.figure)
     return 0
 
 

@@ -5,11 +5,13 @@ the rate that a stream reached on them just before. Without a lab there is nothi
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping
 
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError, UsageError
+from paceline.core.units import format_decimal
 from paceline.records.kinds import (
     LINK_DELAY,
     LINK_FIELDS,
@@ -53,16 +55,43 @@ def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, 
     return fields
 
 
-def line_bytes_per_s(case: Mapping[str, CaseValue]) -> float | None:
-    """Returns what a link of this case can carry in one direction, where that is known.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link between ranks whose rate is known."""
 
-    A shaped link has the rate that it was shaped to; GPUs of one host have their fastest link.
+    bytes_per_s: float
+    """The rate in one direction."""
+    name: str
+    """Which link it is, and so what its rate rests on."""
+
+
+def is_loopback(case: Mapping[str, CaseValue]) -> bool:
+    """Returns whether ranks on processors of one host reach each other without any link."""
+    return case.get("device") == "cpu" and case.get("num_hosts") == 1
+
+
+def find_link(case: Mapping[str, CaseValue]) -> Link | None:
+    """Returns the link whose rate is known: a shaped one, or the fastest of one host's GPUs.
+
     Loopback has no line rate: there it is the processor that is measured.
     """
     rate = case.get(LINK_RATE)
+    if is_loopback(case):
+        return None
     if isinstance(rate, int | float):
-        return rate / 8
+        return Link(bytes_per_s=rate / 8, name=f"links shaped to {format_decimal(rate, 'bit/s')}")
     if case.get("device") == "cuda" and case.get("num_hosts") == 1:
         with contextlib.suppress(HardwareError):
-            return find_device(str(case["hardware"])).links[0].bytes_per_s.value
+            device = find_device(str(case["hardware"]))
+            name = f"{device.links[0].name}, the fastest link of {device.name}"
+            return Link(bytes_per_s=device.links[0].bytes_per_s.value, name=name)
     return None
+
+
+def describe_unknown_link(case: Mapping[str, CaseValue]) -> str:
+    """Says that there is a link of unknown rate, and what a stream reached on it, if one did."""
+    text = "The line's rate is not known here"
+    measured = case.get(MEASURED_LINK_RATE)
+    if isinstance(measured, int | float):
+        text += f" (a single stream reached {format_decimal(measured, 'bit/s')} just before)"
+    return text

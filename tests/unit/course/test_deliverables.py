@@ -107,8 +107,8 @@ def _words(said: list[str]) -> list[str]:
 def test_every_block_says_where_it_was_measured(part: Part) -> None:
     for block in part.answer(Evidence.of(committed_records())):
         assert block.tables
-        assert all("torch 2" in place and "processors" in place for place in block.places)
-        assert block.places
+        assert all("torch 2" in place and "processors" in place for place in block.environments)
+        assert block.environments
 
 
 def _commands() -> list[str]:

@@ -15,7 +15,7 @@ from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, me
 from paceline.core.collectives import Operation
 from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
-from paceline.records.links import line_bytes_per_s
+from paceline.records.links import find_link
 
 _DEFAULT_WORLD_SIZES = (2, 4)
 
@@ -86,11 +86,12 @@ def fit_records(
     fit = fit_collective(samples)
     largest = max(samples)
     world_size = int(str(topology["world_size"]))
+    link = find_link(topology)
     fastest = largest / Metric.from_samples(samples[largest]).value
     warnings = find_warnings(
         fit,
         bus_bytes_per_s=fastest * float(bus_factor(operation, world_size)),
-        line_bytes_per_s=line_bytes_per_s(topology),
+        line_bytes_per_s=None if link is None else link.bytes_per_s,
     )
     for segment in fit.segments:
         metrics = {

@@ -232,7 +232,7 @@ def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:
             heading="Compiled for GPUs that need not be there",
             tables=(dataclasses.replace(table, caption=", ".join(captions)),),
             findings=tuple(_kernel_sentences(measured)),
-            places=describe_environments(found),
+            environments=describe_environments(found),
         ),
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from paceline.core.finding import Finding
 from paceline.records import Record
 from paceline.reports.document.model import Block, Picture
-from paceline.reports.evidence.provenance import describe_environments, describe_place
+from paceline.reports.evidence.provenance import describe_environments, describe_topology
 from paceline.reports.tables.table import Table
 
 
@@ -18,9 +18,9 @@ def measured_block(
 ) -> Block:
     """Says where records of one place were measured, and with what, around what they show."""
     return Block(
-        heading=describe_place(group[0]),
+        heading=describe_topology(group[0]),
         tables=tuple(tables),
         pictures=tuple(pictures),
         findings=tuple(findings),
-        places=describe_environments(group),
+        environments=describe_environments(group),
     )

@@ -8,11 +8,11 @@ from paceline.course.answers.block import measured_block
 from paceline.course.findings.phrases import times
 from paceline.records import Record
 from paceline.records.kinds import LINK_SHAPE
+from paceline.records.links import describe_unknown_link, find_link, is_loopback
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
-from paceline.reports.evidence.links import describe_unknown_line, find_line, is_loopback
 from paceline.reports.evidence.strategies import has_peers
 from paceline.reports.tables.table import records_table
 
@@ -194,7 +194,7 @@ def _crowding(record: Record, *, slower: bool) -> str:
 
 
 def _line_sentence(record: Record) -> str:
-    line = find_line(record.case)
+    line = find_link(record.case)
     if line is None and is_loopback(record.case):
         return (
             f"There is no line here: {_rate(record)} is what processors copy and add, so no "
@@ -202,7 +202,7 @@ def _line_sentence(record: Record) -> str:
         )
     if line is None:
         return (
-            f"{describe_unknown_line(record.case)}, so no theoretical curve is drawn and "
+            f"{describe_unknown_link(record.case)}, so no theoretical curve is drawn and "
             f"{_rate(record)} is held against nothing."
         )
     share = _bus(record) / line.bytes_per_s

@@ -16,7 +16,7 @@ from paceline.reports.document.pictures import draw_picture, picture_of
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups
 from paceline.reports.evidence.profile_runs import ProfileRun, find_profile_runs, subject_of
-from paceline.reports.evidence.provenance import describe_environments, describe_place, same_run
+from paceline.reports.evidence.provenance import describe_environments, describe_topology, same_run
 from paceline.reports.plots.operators import plot_work
 from paceline.reports.tables.profile import (
     attention_table,
@@ -41,7 +41,7 @@ def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
             continue
         sentences = operator_sentences(run, evidence.find("step"))
         kinds = [each for each in run.operators if each.case["operator"] == ALL_OPERATORS]
-        place = "" if run.memory is None else f"; {describe_place(run.memory)}"
+        place = "" if run.memory is None else f"; {describe_topology(run.memory)}"
         blocks.append(
             Block(
                 heading=f"{run.subject}{place}",
@@ -54,7 +54,7 @@ def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
                     ),
                 ),
                 findings=tuple(sentences),
-                places=describe_environments(run.operators),
+                environments=describe_environments(run.operators),
             )
         )
     return tuple(blocks)

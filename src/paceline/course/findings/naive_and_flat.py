@@ -6,8 +6,8 @@ from paceline.accounting.communication.collectives import bus_factor
 from paceline.core.units import format_seconds
 from paceline.course.findings.phrases import verdict
 from paceline.records import Record
+from paceline.records.links import describe_unknown_link, find_link, is_loopback
 from paceline.reports.evidence.fields import case_number
-from paceline.reports.evidence.links import describe_unknown_line, find_line, is_loopback
 from paceline.reports.evidence.strategies import (
     exposed_ratio,
     exposed_seconds,
@@ -47,7 +47,7 @@ def naive_sentences(naive: Record, group: Sequence[Record]) -> list[str]:
 
 
 def _line_sentences(naive: Record, flat: Sequence[Record]) -> list[str]:
-    line = find_line(naive.case)
+    line = find_link(naive.case)
     measured = exposed_seconds(naive)
     if line is None:
         if is_loopback(naive.case):
@@ -55,7 +55,7 @@ def _line_sentences(naive: Record, flat: Sequence[Record]) -> list[str]:
                 "Ranks on one host share its processors: what looks like communication is copying "
                 "and adding, so this says nothing of a network."
             ]
-        unknown = describe_unknown_line(naive.case)
+        unknown = describe_unknown_link(naive.case)
         return [
             f"{unknown}, so there is nothing to hold the measured {format_seconds(measured)} "
             "against.",

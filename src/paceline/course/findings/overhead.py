@@ -9,7 +9,7 @@ from paceline.accounting.explanation import Explanation
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.records import Record, join_key
 from paceline.reports.evidence.groups import Evidence
-from paceline.reports.evidence.provenance import describe_place
+from paceline.reports.evidence.provenance import describe_topology
 from paceline.reports.evidence.strategies import OVER, has_peers
 
 
@@ -62,7 +62,7 @@ def overhead_figures(evidence: Evidence) -> OverheadFigures:
             if each.metrics and _backward_seconds(each) > 0 and _is_same_step(each, record)
         ]
         return OverheadFigures(
-            source=f"measured: {record.case['model']} on {describe_place(record)}",
+            source=f"measured: {record.case['model']} on {describe_topology(record)}",
             total_bytes=total_bytes,
             bytes_per_s=bytes_per_s,
             call_s=call_s,

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from paceline.core.units import format_seconds
 from paceline.course.findings.phrases import listing
 from paceline.records import Record, join_key
+from paceline.records.links import is_loopback
 from paceline.reports.evidence.fields import strategy_text
-from paceline.reports.evidence.links import is_loopback
 from paceline.reports.evidence.strategies import (
     exposed_seconds,
     of_strategies,

@@ -70,8 +70,8 @@ def _block_lines(block: Block) -> list[str]:
         lines += [f"![{description}]({_PICTURES}/{picture.name}.svg)", ""]
     lines += [f"- {_text(finding_text(finding))}" for finding in block.findings]
     lines += [""] if block.findings else []
-    for place in block.places:
-        lines += [f"Measured on {_text(place)}", ""]
+    for environment in block.environments:
+        lines += [f"Measured on {_text(environment)}", ""]
     return lines
 
 

@@ -33,7 +33,7 @@ class Block:
     working: tuple[Explanation, ...] = ()
     findings: tuple[Finding | str, ...] = ()
     """What the figures of the block say."""
-    places: tuple[str, ...] = ()
+    environments: tuple[str, ...] = ()
     """The machines and software that the figures come from."""
 
 

@@ -37,7 +37,7 @@ def same_run(first: Record, second: Record) -> bool:
 _COMMIT_DIGITS = 10
 
 
-def describe_place(record: Record) -> str:
+def describe_topology(record: Record) -> str:
     """Names the hardware of a case, and its links where they were shaped."""
     case = record.case
     parts = [str(case.get("hardware", record.environment.processor))]

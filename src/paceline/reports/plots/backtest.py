@@ -15,7 +15,7 @@ _TICKS = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_ledger(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
+def plot_backtest(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
     """Draws every case with its interval; those inside of the band are at most a fifth off.
 
     Args:

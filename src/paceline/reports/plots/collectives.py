@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.units import GB
 from paceline.records import Record
+from paceline.records.links import find_link, is_loopback
 from paceline.reports.evidence.fields import case_number, split_series
-from paceline.reports.evidence.links import find_line, is_loopback
 from paceline.reports.plots.style import COLORS, GRAY, new_figure
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def plot_communication(records: Sequence[Record]) -> "Figure":
             ms=4,
         )
         case = chosen[0].case
-        line = find_line(case)
+        line = find_link(case)
         factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
         has_line_rate = has_line_rate or line is not None
         # One rank sends nothing, so that no line limits it.

@@ -16,7 +16,7 @@ from paceline.reports.tables.table import Table
 _GROUPED_BY = ("ranks", "link", "strategy")
 
 
-def ledger_table(judgements: Sequence[Judgement], *, counted: int) -> Table:
+def backtest_table(judgements: Sequence[Judgement], *, counted: int) -> Table:
     """Makes a table with a row for every strategy at every place, and one for all that count.
 
     Args:

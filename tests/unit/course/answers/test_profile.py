@@ -228,7 +228,7 @@ def test_two_machines_are_not_mixed() -> None:
         {"aten::old"},
         {"aten::new"},
     ]
-    assert [len(block.places) for block in blocks] == [1, 1]
+    assert [len(block.environments) for block in blocks] == [1, 1]
     kept = [_operator_names(block) for block in answer_profile(Evidence.of(records))]
     assert kept[-1] == {"aten::new", "aten::mul"}
     assert all(names in ({"aten::old", "aten::mul"}, kept[-1]) for names in kept)

@@ -5,9 +5,9 @@ import pathlib
 
 from paceline.core.plan import Estimate
 from paceline.prediction.backtest import GROUPS, Case, Judgement
-from paceline.reports.plots.backtest import plot_ledger
+from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.style import save_figure
-from paceline.reports.tables.backtest import ledger_table, verdict_text
+from paceline.reports.tables.backtest import backtest_table, verdict_text
 
 
 def _judgement(strategy: str, link: str, predicted_s: float) -> Judgement:
@@ -33,7 +33,7 @@ JUDGEMENTS = [
 
 
 def test_every_strategy_at_every_place_has_a_row() -> None:
-    table = ledger_table([*JUDGEMENTS, _judgement("flat", "loopback", 0.5)], counted=4)
+    table = backtest_table([*JUDGEMENTS, _judgement("flat", "loopback", 0.5)], counted=4)
     assert [row[:3] for row in table.rows] == [
         ("2", "loopback", "flat"),
         ("2", "1 Gbit/s", "flat"),
@@ -47,9 +47,9 @@ def test_every_strategy_at_every_place_has_a_row() -> None:
 
 
 def test_groups_are_left_out_together_where_enough_others_are_left() -> None:
-    few = ledger_table(JUDGEMENTS, counted=4)
+    few = backtest_table(JUDGEMENTS, counted=4)
     assert len(few.notes) == 1
-    many = ledger_table(JUDGEMENTS * 6, counted=24)
+    many = backtest_table(JUDGEMENTS * 6, counted=24)
     # There is one model only, so without it there would be nothing to learn from.
     assert [note.split(",")[0] for note in many.notes[1:]] == [
         "with all cases of a link left out together"
@@ -63,7 +63,7 @@ def test_the_verdict_is_a_sentence() -> None:
 
 
 def test_the_picture_shows_every_place(tmp_path: pathlib.Path) -> None:
-    figure = plot_ledger(JUDGEMENTS, counted=4)
+    figure = plot_backtest(JUDGEMENTS, counted=4)
     (axes,) = figure.axes
     legend = axes.get_legend()
     assert legend is not None
