@@ -21,8 +21,8 @@ from paceline.accounting.goodput import (
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
-from paceline.prediction.backtest import Judgement, judge, leave_one_out
-from paceline.prediction.records import ledger_cases
+from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_held_out
+from paceline.prediction.records import backtest_cases
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.plots.backtest import plot_backtest
@@ -115,7 +115,7 @@ OTHER_TABLES = {
         "profile-allocations",
     ),
     "profile-memory": ("profile-memory",),
-    "step-ledger": ("step-ledger",),
+    "step-backtest": ("step-backtest",),
     "calibration-repeats": ("calibration-repeats",),
     "scaling-course": ("scaling-course",),
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
@@ -248,22 +248,22 @@ def models_memory() -> str:
     return "\n".join(lines) + "\n"
 
 
-def judged_steps() -> tuple[list[Judgement], int]:
+def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
     """Returns predicted steps beside measured ones, and how many of them count."""
     counted, others = (
-        ledger_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
-        for name in ("step-ledger", "step-ledger-4-ranks")
+        backtest_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
+        for name in ("step-backtest", "step-backtest-4-ranks")
     )
-    return [*leave_one_out(counted), *judge(others, counted)], len(counted)
+    return [*leave_one_out(counted), *predict_held_out(others, counted)], len(counted)
 
 
-def draw_judged_steps() -> "Figure":
+def draw_backtest() -> "Figure":
     """Draws predicted steps beside measured ones."""
-    judgements, counted = judged_steps()
-    return plot_backtest(judgements, counted=counted)
+    held_out, counted = backtested_steps()
+    return plot_backtest(held_out, counted=counted)
 
 
-DRAWN = {**SCHEMES, "step-ledger": draw_judged_steps}
+DRAWN = {**SCHEMES, "step-backtest": draw_backtest}
 """Pictures that are not a plot of one store."""
 
 
@@ -351,7 +351,7 @@ def tables() -> dict[str, str]:
         f"{name}.md": render_markdown(_table(read(store), kind, view))
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
-    judgements, counted = judged_steps()
+    held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
     profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
     others = {
@@ -360,7 +360,7 @@ def tables() -> dict[str, str]:
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),
-        "step-ledger.md": render_markdown(backtest_table(judgements, counted=counted)),
+        "step-backtest.md": render_markdown(backtest_table(held_out, counted=counted)),
         "calibration-repeats.md": render_markdown(repeats_table(repeated)),
         "scale-ranks.md": scale_by_ranks(),
         "benchmarks.md": benchmarks(),

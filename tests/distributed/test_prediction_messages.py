@@ -11,7 +11,7 @@ from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import RankPool
 from paceline.parallel.strategies import apply_strategy, message_sizes
-from paceline.prediction.messages import gradient_messages
+from paceline.prediction.collectives import gradient_collectives
 from paceline.prediction.step import PREDICTED
 
 Pools = Callable[[int], RankPool]
@@ -44,7 +44,7 @@ def test_messages_are_those_that_are_sent(
 ) -> None:
     sent = rank_pool(2).run(_messages, name, size_mb)[0]
     sizes = [parameter.numel() for parameter in TransformerLM(SHAPE).parameters()]
-    expected = gradient_messages(name, sizes, 2, size_mb)
+    expected = gradient_collectives(name, sizes, 2, size_mb)
     assert [message.num_bytes for message in expected if message.parameters] == sent
     if name in BUCKET_STRATEGIES and size_mb is not None:
         assert len(sent) > 2

@@ -1,4 +1,4 @@
-"""Calibration, prediction, measurement and ledger through the command line."""
+"""Calibration, prediction, measurement and backtest through the command line."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
     assert all(record.case["world_size"] == 2 for record in measured)
     strategies = ["--strategies", "none", "flat", "bucketed"]
     batch = ["--model", "bytes-6M", "--batch", "1", "--context", "32"]
-    store = ["--store", "ledger.jsonl"]
+    store = ["--store", "steps.jsonl"]
     question = ["plan", "step", "--calibration", "machine.jsonl", *batch, *strategies, *store]
     predicted = run(PACELINE, *question, "--json", cwd=tmp_path)
     assert [record.case["strategy"] for record in predicted] == ["none", "flat", "bucketed"]
@@ -39,7 +39,7 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
     )
     assert [join_key(record) for record in predicted] == [join_key(record) for record in steps]
     refused = subprocess.run(
-        [PACELINE, "plan", "ledger", "ledger.jsonl"], cwd=tmp_path, capture_output=True, text=True
+        [PACELINE, "plan", "backtest", "steps.jsonl"], cwd=tmp_path, capture_output=True, text=True
     )
     assert refused.returncode == 2
     assert "2 measured cases are too few" in refused.stderr
@@ -63,19 +63,22 @@ def test_a_store_without_a_calibration_is_refused(tmp_path: pathlib.Path) -> Non
     assert "no calibration in it; run paceline calibrate" in refused.stderr
 
 
-def test_the_committed_ledger_keeps_what_the_docs_say(tmp_path: pathlib.Path) -> None:
-    ledger = str(RESULTS / "step-ledger.jsonl")
-    judged = subprocess.run(
-        [PACELINE, "plan", "ledger", ledger, "--json"], capture_output=True, text=True, check=True
+def test_the_committed_backtest_keeps_what_the_docs_say(tmp_path: pathlib.Path) -> None:
+    records = str(RESULTS / "step-backtest.jsonl")
+    backtested = subprocess.run(
+        [PACELINE, "plan", "backtest", records, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    *_, last = judged.stdout.splitlines()
-    verdict = json.loads(last)
-    assert verdict["num_cases"] >= 60
-    assert verdict["median_error"] <= 0.08
-    assert verdict["ninetieth_error"] <= 0.20
-    assert verdict["coverage"] >= 0.80
-    assert verdict["median_width"] < 0.20
-    question = ["--calibration", ledger, "--ledger", ledger, "--batch", "5"]
+    *_, last = backtested.stdout.splitlines()
+    summary = json.loads(last)
+    assert summary["num_cases"] >= 60
+    assert summary["median_error"] <= 0.08
+    assert summary["ninetieth_error"] <= 0.20
+    assert summary["coverage"] >= 0.80
+    assert summary["median_width"] < 0.20
+    question = ["--calibration", records, "--backtest", records, "--batch", "5"]
     predicted = run(PACELINE, "plan", "step", *question, "--json", cwd=tmp_path)
     # One rank, and two on three kinds of links.
     assert len({record.case.get("link_rate_bits_per_s") for record in predicted}) == 3

@@ -15,6 +15,7 @@ from paceline.records.store import decode_record
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
 TINY = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2"]
+LINK = ["--size", "1GB", "--bandwidth", "1GB/s"]
 FAST = [*TINY, "--vocab-size", "64", "--context", "16", "--batch", "2", "--device", "cpu"]
 
 
@@ -176,7 +177,7 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     memory = ["--model", "large", "--strategy", "sharded", "--device", "h100-sxm"]
     (line,) = paceline("plan", "memory", *memory, "--json", cwd=tmp_path).stdout.splitlines()
     assert json.loads(line)["values"]["fewest_ranks"] == 1
-    overhead = ["--size", "100MB", "--rate", "1GB", "--call-s", "0.001"]
+    overhead = ["--size", "100MB", "--bandwidth", "1GB/s", "--latency", "1ms"]
     (line,) = paceline("plan", "overhead", *overhead, "--json", cwd=tmp_path).stdout.splitlines()
     assert json.loads(line)["values"]["overhead_s"] == pytest.approx(0.02)
 
@@ -200,7 +201,13 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
         (["lab", "run", "--rate", "fast", "--", "true"], 2, "write it like 2gbit"),
         (["plan", "account", "--model", "small"], 2, "such as xxl"),
         (["plan", "memory", "--device", "h100"], 2, "unknown hardware 'h100'"),
-        (["plan", "overhead", "--size", "1GB", "--rate", "1GB", "--call-s", "0"], 2, "--call-s"),
+        (["plan", "overhead", *LINK, "--latency", "0s"], 2, "--latency must be positive"),
+        (["plan", "overhead", *LINK, "--latency", "1"], 2, "write it like 5ms"),
+        (
+            ["plan", "overhead", "--size", "1GB", "--bandwidth", "1", "--latency", "1ms"],
+            2,
+            "cannot read the rate '1'; write it like 2gbit, 2Gbit/s or 250MB/s",
+        ),
     ],
 )
 def test_mistakes_get_one_line_and_a_documented_exit_code(

@@ -1,11 +1,11 @@
-"""What a training step computes, piece by piece, in the order of the forward pass.
+"""What a training step computes, segment by segment, in the order of the forward pass.
 
-A piece is what backward does in one go before the gradients of its parameters are complete. The
-pieces of `paceline.models.TransformerLM`, with the numbers that its elementwise operations read and
-write (passes over elements, per token), eager in float32. d is `d_model`, a the width of all query
-heads, k that of all key heads, f `d_ff`, v the vocabulary:
+A segment is what backward does in one go before the gradients of its parameters are complete. The
+segments of `paceline.models.TransformerLM`, with the numbers that its elementwise operations read
+and write (passes over elements, per token), eager in float32. d is `d_model`, a the width of all
+query heads, k that of all key heads, f `d_ff`, v the vocabulary:
 
-    piece              products            forward          backward
+    segment              products            forward          backward
     embedding                              2d               2d, and the table; four times
                                                               if it is the head's, too
     norm (three kinds)                     7d               22d
@@ -37,7 +37,7 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModelSegment:
     """Work of the model whose parameters' gradients are complete at the same time."""
 
     parameter_sizes: tuple[int, ...]
@@ -54,14 +54,14 @@ class Piece:
     backward_calls: int = 0
 
 
-def step_pieces(shape: ModelShape) -> tuple[Piece, ...]:
-    """Returns the pieces of a model in the order of the forward pass."""
+def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
+    """Returns the segments of a model in the order of the forward pass."""
     require_buildable(shape)
     width, vocabulary = shape.d_model, shape.vocab_size
     table = vocabulary * width
     head = Linear(inputs=width, outputs=vocabulary)
     return (
-        Piece(
+        ModelSegment(
             parameter_sizes=(table,),
             forward_elements=2 * width,
             backward_elements=2 * width,
@@ -70,9 +70,9 @@ def step_pieces(shape: ModelShape) -> tuple[Piece, ...]:
             forward_calls=1,
             backward_calls=1,
         ),
-        *(piece for _ in range(shape.num_layers) for piece in _block(shape)),
+        *(segment for _ in range(shape.num_layers) for segment in _block(shape)),
         _norm(width),
-        Piece(
+        ModelSegment(
             parameter_sizes=() if shape.tied_embeddings else (table,),
             linears=(head,),
             forward_elements=3 * vocabulary,
@@ -83,7 +83,7 @@ def step_pieces(shape: ModelShape) -> tuple[Piece, ...]:
     )
 
 
-def _block(shape: ModelShape) -> Iterator[Piece]:
+def _block(shape: ModelShape) -> Iterator[ModelSegment]:
     width, queries, keys = shape.d_model, shape.attention_width, shape.key_value_width
     hidden = shape.d_ff
     matrices = {
@@ -91,14 +91,14 @@ def _block(shape: ModelShape) -> Iterator[Piece]:
         for name, (rows, columns) in block_parameters(shape).items()
     }
     yield _norm(width)
-    yield _piece(
+    yield _segment(
         *(matrices[name] for name in ("query", "key", "value")),
         forward_elements=9 * (queries + keys),
         backward_elements=12 * (queries + keys) + 6 * width,
         forward_calls=26,
         backward_calls=40,
     )
-    yield _piece(
+    yield _segment(
         matrices["output"],
         has_attention=True,
         forward_elements=2 * queries + 3 * width,
@@ -107,14 +107,14 @@ def _block(shape: ModelShape) -> Iterator[Piece]:
         backward_calls=8,
     )
     yield _norm(width)
-    yield _piece(
+    yield _segment(
         *(matrices[name] for name in ("gate", "up")),
         forward_elements=5 * hidden,
         backward_elements=9 * hidden + 3 * width,
         forward_calls=6,
         backward_calls=12,
     )
-    yield _piece(
+    yield _segment(
         matrices["down"],
         forward_elements=3 * width,
         backward_elements=3 * width,
@@ -123,16 +123,16 @@ def _block(shape: ModelShape) -> Iterator[Piece]:
     )
 
 
-def _piece(
+def _segment(
     *linears: Linear,
     forward_elements: int,
     backward_elements: int,
     forward_calls: int,
     backward_calls: int,
     has_attention: bool = False,
-) -> Piece:
-    """Returns a piece whose parameters are the matrices of its products."""
-    return Piece(
+) -> ModelSegment:
+    """Returns a segment whose parameters are the matrices of its products."""
+    return ModelSegment(
         parameter_sizes=tuple(linear.inputs * linear.outputs for linear in linears),
         linears=linears,
         has_attention=has_attention,
@@ -143,8 +143,8 @@ def _piece(
     )
 
 
-def _norm(width: int) -> Piece:
-    return Piece(
+def _norm(width: int) -> ModelSegment:
+    return ModelSegment(
         parameter_sizes=(width,),
         forward_elements=7 * width,
         backward_elements=22 * width,

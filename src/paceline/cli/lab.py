@@ -12,6 +12,7 @@ import tyro
 
 from paceline.cli.output import OutputOptions
 from paceline.core.errors import UsageError
+from paceline.core.units import parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from paceline.lab.slurm import SlurmStatus
@@ -78,7 +79,7 @@ def run(command: LabCommand) -> int:
 
 def _run_command(command: RunCommand) -> int:
     from paceline.lab.run import run_in_lab
-    from paceline.lab.shaping import LinkShape, parse_delay, parse_loss, parse_rate
+    from paceline.lab.shaping import LinkShape, parse_loss
 
     if not command.command:
         raise UsageError("nothing to run: put the command after --")
@@ -86,7 +87,7 @@ def _run_command(command: RunCommand) -> int:
         raise UsageError("--hosts and --ranks-per-host must be at least 1")
     link = LinkShape(
         rate_bits_per_s=None if command.rate is None else parse_rate(command.rate),
-        delay_s=0.0 if command.delay is None else parse_delay(command.delay),
+        delay_s=0.0 if command.delay is None else parse_seconds(command.delay, "delay"),
         loss=0.0 if command.loss is None else parse_loss(command.loss),
     )
     return run_in_lab(

@@ -9,13 +9,13 @@ import msgspec
 import tyro
 
 from paceline.cli.output import OutputOptions, require_figure
-from paceline.cli.plan_step import LedgerCommand, StepCommand, run_ledger, run_step
+from paceline.cli.plan_step import BacktestCommand, PlanStepCommand, run_backtest, run_step
 from paceline.core.device_table import find_device
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, StrategyName
-from paceline.core.units import parse_bytes
+from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,17 +38,17 @@ class OverheadCommand:
 
     size: str
     """Bytes of all gradients, such as 135MB."""
-    rate: str
-    """Bytes per second that an all-reduce reaches (its algorithm bandwidth), such as 1GB."""
-    call_s: float
-    """Seconds that every call costs, whatever its size."""
+    bandwidth: str
+    """Algorithm bandwidth of an all-reduce: bytes over seconds, such as 1GB/s or 8Gbit/s."""
+    latency: str
+    """Time of an all-reduce of few bytes, such as 1ms or 20us."""
     backward_s: float | None = None
     """Seconds of backward; by default as long as communication takes."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
-        if not self.call_s > 0:
-            raise UsageError("--call-s must be positive")
+        if not parse_seconds(self.latency, "latency") > 0:
+            raise UsageError("--latency must be positive")
         if self.backward_s is not None and not self.backward_s > 0:
             raise UsageError("--backward-s must be positive")
 
@@ -97,18 +97,18 @@ class PlanCommand:
         Annotated[AccountCommand, tyro.conf.subcommand("account")]
         | Annotated[OverheadCommand, tyro.conf.subcommand("overhead")]
         | Annotated[MemoryCommand, tyro.conf.subcommand("memory")]
-        | Annotated[StepCommand, tyro.conf.subcommand("step")]
-        | Annotated[LedgerCommand, tyro.conf.subcommand("ledger")]
+        | Annotated[PlanStepCommand, tyro.conf.subcommand("step")]
+        | Annotated[BacktestCommand, tyro.conf.subcommand("backtest")]
     )
 
 
 def run(command: PlanCommand) -> int:
     """Prints the working, or with --json one object per question."""
     question = command.question
-    if isinstance(question, StepCommand):
+    if isinstance(question, PlanStepCommand):
         return run_step(question)
-    if isinstance(question, LedgerCommand):
-        return run_ledger(question)
+    if isinstance(question, BacktestCommand):
+        return run_backtest(question)
     if isinstance(question, AccountCommand):
         from paceline.course.accounting import account
 
@@ -121,8 +121,8 @@ def run(command: PlanCommand) -> int:
 
     explanation = explain_overhead(
         total_bytes=parse_bytes(question.size),
-        bytes_per_s=parse_bytes(question.rate),
-        call_s=question.call_s,
+        bytes_per_s=parse_rate(question.bandwidth) / 8,
+        latency_s=parse_seconds(question.latency, "latency"),
         backward_s=question.backward_s,
     )
     _print([explanation], question.output)

@@ -1,4 +1,4 @@
-"""``paceline plan step`` and ``paceline plan ledger``: steps predicted, and laid beside runs."""
+"""``paceline plan step`` and ``paceline plan backtest``: steps predicted, and laid beside runs."""
 
 import dataclasses
 import itertools
@@ -17,12 +17,12 @@ from paceline.core.specs import BatchShape, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 
 if TYPE_CHECKING:
-    from paceline.prediction.backtest import Case
+    from paceline.prediction.backtest import BacktestCase
     from paceline.prediction.records import PredictedCase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCommand:
+class PlanStepCommand:
     """Predict the time of a training step from a calibration of the machine."""
 
     calibration: pathlib.Path
@@ -37,7 +37,7 @@ class StepCommand:
     """Sequences per rank and step."""
     context: int = 128
     """Context length, in tokens."""
-    ledger: pathlib.Path | None = None
+    backtest: pathlib.Path | None = None
     """Records of earlier predictions and their measurements, which correct this one and give it
     an interval."""
     store: pathlib.Path | None = None
@@ -50,13 +50,13 @@ class StepCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LedgerCommand:
-    """Lay predictions beside measurements: error and coverage, each case judged by the others."""
+class BacktestCommand:
+    """Compare predictions with measurements; each case is predicted by what the others teach."""
 
     records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     """Files with predictions of paceline plan step and records of paceline bench ddp."""
-    judge: tuple[pathlib.Path, ...] = ()
-    """Files with further cases, which are judged by the others but do not count."""
+    holdout: tuple[pathlib.Path, ...] = ()
+    """Files with further cases, which the first predict but which do not count in the summary."""
     figure: pathlib.Path | None = None
     """Also draw all cases: a file that ends in .png or .svg."""
     output: OutputOptions
@@ -67,7 +67,7 @@ class LedgerCommand:
         require_figure(self.figure)
 
 
-def run_step(command: StepCommand) -> int:
+def run_step(command: PlanStepCommand) -> int:
     """Predicts every case at every calibrated place."""
     from paceline.prediction.backtest import fit_correction
     from paceline.prediction.calibration_records import calibrations
@@ -80,8 +80,8 @@ def run_step(command: StepCommand) -> int:
     if not places:
         raise UsageError(f"{command.calibration}: no calibration in it; run paceline calibrate")
     correction = None
-    if command.ledger is not None:
-        correction = fit_correction(_read_cases((command.ledger,)))
+    if command.backtest is not None:
+        correction = fit_correction(_read_cases((command.backtest,)))
     environment = capture_environment()
     # All of them before the first is kept: a case that cannot be predicted leaves nothing behind.
     predictions = [
@@ -95,7 +95,7 @@ def run_step(command: StepCommand) -> int:
     return 0
 
 
-def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
+def _cases(command: PlanStepCommand, world_size: int) -> "Iterator[PredictedCase]":
     from paceline.prediction.records import PredictedCase
 
     strategies: tuple[StrategyName, ...] = command.strategies if world_size > 1 else ("none",)
@@ -111,32 +111,32 @@ def _cases(command: StepCommand, world_size: int) -> "Iterator[PredictedCase]":
         )
 
 
-def run_ledger(command: LedgerCommand) -> int:
-    """Judges every case by the others."""
-    from paceline.prediction.backtest import judge, leave_one_out, summarize
+def run_backtest(command: BacktestCommand) -> int:
+    """Predicts every case by what the others teach."""
+    from paceline.prediction.backtest import leave_one_out, predict_held_out, summarize
     from paceline.reports.plots.backtest import plot_backtest
     from paceline.reports.plots.style import save_as
     from paceline.reports.tables.backtest import backtest_table
     from paceline.reports.tables.table import render_rich
 
     cases = _read_cases(command.records)
-    judgements = leave_one_out(cases)
-    if command.judge:
-        judgements += judge(_read_cases(command.judge), cases)
+    held_out = leave_one_out(cases)
+    if command.holdout:
+        held_out += predict_held_out(_read_cases(command.holdout), cases)
     if command.output.json:
-        for judgement in judgements:
-            sys.stdout.write(msgspec.json.encode(judgement).decode() + "\n")
-        verdict = summarize(judgements[: len(cases)])
-        sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
+        for each in held_out:
+            sys.stdout.write(msgspec.json.encode(each).decode() + "\n")
+        summary = summarize(held_out[: len(cases)])
+        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     else:
-        stdout_console().print(render_rich(backtest_table(judgements, counted=len(cases))))
+        stdout_console().print(render_rich(backtest_table(held_out, counted=len(cases))))
     if command.figure is not None:
-        save_as(plot_backtest(judgements, counted=len(cases)), command.figure)
+        save_as(plot_backtest(held_out, counted=len(cases)), command.figure)
     return 0
 
 
-def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[Case]":
-    from paceline.prediction.records import ledger_cases
+def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[BacktestCase]":
+    from paceline.prediction.records import backtest_cases
     from paceline.records import RecordStore
 
-    return ledger_cases(record for path in paths for record in RecordStore(path).read())
+    return backtest_cases(record for path in paths for record in RecordStore(path).read())

@@ -8,6 +8,7 @@ and bytes for either.
 """
 
 import re
+from collections.abc import Mapping
 from typing import NewType
 
 from paceline.core.errors import UsageError
@@ -22,7 +23,13 @@ Gigabytes = NewType("Gigabytes", float)
 Gibibytes = NewType("Gibibytes", float)
 """2^30 bytes each, as allocators report."""
 
-_UNITS = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "kib": KIB, "mib": MIB, "gib": GIB}
+_BYTE_UNITS = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "kib": KIB, "mib": MIB, "gib": GIB}
+_BIT_UNITS = {"bit": 1, "kbit": KB, "mbit": MB, "gbit": GB, "tbit": TB}
+_RATE_UNITS = {
+    **_BIT_UNITS,
+    **{f"{unit}/s": bits for unit, bits in _BIT_UNITS.items()},
+    **{f"{unit}/s": 8 * num_bytes for unit, num_bytes in _BYTE_UNITS.items()},
+}
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -30,12 +37,29 @@ _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 def parse_bytes(text: str) -> int:
     """Reads a size such as ``10MB`` or ``25MiB`` as bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise UsageError(
-            f"cannot read the size {text!r}; write it like 10MB (10^6 bytes) or 10MiB (2^20)"
-        )
-    return round(float(match[1]) * _UNITS[match[2]])
+    return round(parse_quantity(text, _BYTE_UNITS, "size", "10MB (10^6 bytes) or 10MiB (2^20)"))
+
+
+def parse_rate(text: str) -> float:
+    """Reads a rate such as ``2gbit`` (tc's notation), ``2Gbit/s`` or ``250MB/s`` as bits/s."""
+    # Gb/s is gigabits to some and gigabytes to others, so that it is neither here.
+    is_ambiguous = text.strip().endswith("b/s")
+    units = _BIT_UNITS if is_ambiguous else _RATE_UNITS
+    return parse_quantity(text, units, "rate", "2gbit, 2Gbit/s or 250MB/s")
+
+
+def parse_seconds(text: str, what: str = "duration") -> float:
+    """Reads a duration such as ``5ms`` as seconds."""
+    units = {suffix: step for step, suffix in _TIME_STEPS} | {"us": 1e-6}
+    return parse_quantity(text, units, what, "5ms, 20us or 0.1s")
+
+
+def parse_quantity(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
+    """Reads a number with one of the units, which are in lower case."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zµ%/]+)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise UsageError(f"cannot read the {what} {text!r}; write it like {examples}")
+    return float(match[1]) * units[match[2]]
 
 
 def to_gigabytes(num_bytes: float) -> Gigabytes:

@@ -1,12 +1,9 @@
 """What a link is to be like, as people write it and as the kernel takes it."""
 
 import dataclasses
-import re
 
 from paceline.core.errors import UsageError
-
-_RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+from paceline.core.units import parse_quantity
 
 # A queue of packets that the line drains in this time; longer ones are dropped, as by a switch.
 _QUEUE_S = 0.2
@@ -44,25 +41,6 @@ class LinkShape:
         return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
 
 
-def parse_rate(text: str) -> float:
-    """Reads a rate such as ``2gbit`` or ``200mbit`` as bits per second."""
-    return _parse(text, _RATE_UNITS, "rate", "2gbit")
-
-
-def parse_delay(text: str) -> float:
-    """Reads a delay such as ``5ms`` as seconds."""
-    return _parse(text, _TIME_UNITS, "delay", "5ms")
-
-
 def parse_loss(text: str) -> float:
     """Reads a loss such as ``1%`` as a share."""
-    return _parse(text, {"%": 0.01}, "loss", "1%")
-
-
-def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z%]+)", text.strip().lower())
-    if match is None or match[2] not in units:
-        raise UsageError(
-            f"cannot read the {what} {text!r}; write it like {example} (units: {', '.join(units)})"
-        )
-    return float(match[1]) * units[match[2]]
+    return parse_quantity(text, {"%": 0.01}, "loss", "1%")

@@ -5,7 +5,7 @@ gets a factor: the least squares of the relative errors, drawn towards 1 as far 
 say otherwise. The interval of a corrected prediction is as wide as the errors of the other cases:
 nine in ten of them were smaller.
 
-Every case is judged by factors and an interval that were found without it (leave one out).
+Every case is predicted with factors and an interval that were found without it (leave one out).
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from paceline.core.plan import Estimate
 Array = npt.NDArray[np.float64]
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "multiplying": ("products_s", "attention_s"),
-    "elementwise": ("stream_s", "calls_s"),
-    "updating": ("handling_s", "optimizer_s"),
+    "matmul": ("matmul_s", "attention_s"),
+    "elementwise": ("elementwise_s", "launch_s"),
+    "update": ("bucket_copy_s", "optimizer_s"),
     "contention": ("contention_s",),
-    "waiting": ("exposed_s",),
+    "exposed": ("exposed_s",),
 }
 """Terms that share a factor."""
 
@@ -33,11 +33,11 @@ _PRIOR_SPREAD = 0.5
 _ERROR_SPREAD = 0.08
 _LEAST_FACTOR = 0.1
 FEWEST_CASES = 10
-"""To judge a prediction by."""
+"""The fewest cases that give factors and an interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class BacktestCase:
     """One step that was predicted and measured."""
 
     labels: Mapping[str, str]
@@ -64,10 +64,10 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judgement:
+class HeldOutPrediction:
     """A case beside what was predicted of it by the others."""
 
-    case: Case
+    case: BacktestCase
     predicted: Estimate
 
     @property
@@ -84,8 +84,8 @@ class Judgement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """All judgements in a few numbers."""
+class BacktestSummary:
+    """All held_out in a few numbers."""
 
     num_cases: int
     median_error: float
@@ -97,7 +97,7 @@ class Verdict:
     """Half of the interval, relative to the prediction."""
 
 
-def fit_correction(cases: Sequence[Case]) -> Correction:
+def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
     """Learns factors from cases, and an interval from how each is predicted by the others."""
     if len(cases) < FEWEST_CASES:
         raise UsageError(
@@ -118,44 +118,45 @@ def fit_correction(cases: Sequence[Case]) -> Correction:
     )
 
 
-def leave_one_out(cases: Sequence[Case]) -> list[Judgement]:
-    """Judges every case by what all others teach."""
+def leave_one_out(cases: Sequence[BacktestCase]) -> list[HeldOutPrediction]:
+    """Predicts every case by what all others teach."""
     return [
-        judgement
+        prediction
         for index, case in enumerate(cases)
-        for judgement in judge([case], [*cases[:index], *cases[index + 1 :]])
+        for prediction in predict_held_out([case], [*cases[:index], *cases[index + 1 :]])
     ]
 
 
-def leave_group_out(cases: Sequence[Case], label: str) -> list[Judgement]:
-    """Judges all cases with the same label, such as a model, by what all others teach."""
-    judgements = []
+def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPrediction]:
+    """Predicts all cases with the same label, such as a model, by what all others teach."""
+    predictions = []
     for value in dict.fromkeys(case.labels[label] for case in cases):
         held_out = [case for case in cases if case.labels[label] == value]
         others = [case for case in cases if case.labels[label] != value]
-        judgements += judge(held_out, others)
-    return judgements
+        predictions += predict_held_out(held_out, others)
+    return predictions
 
 
-def judge(cases: Sequence[Case], others: Sequence[Case]) -> list[Judgement]:
-    """Judges cases by what others teach."""
+def predict_held_out(
+    cases: Sequence[BacktestCase], others: Sequence[BacktestCase]
+) -> list[HeldOutPrediction]:
+    """Predicts cases by what others teach."""
     correction = fit_correction(others)
-    return [Judgement(case=case, predicted=correction.apply(case.terms)) for case in cases]
+    return [HeldOutPrediction(case=case, predicted=correction.apply(case.terms)) for case in cases]
 
 
-def summarize(judgements: Sequence[Judgement]) -> Verdict:
-    """Returns error and coverage over all judgements."""
-    errors = np.abs([judgement.error for judgement in judgements])
+def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
+    """Returns error and coverage over all predictions."""
+    errors = np.abs([each.error for each in held_out])
     widths = [
-        ((judgement.predicted.high or 0.0) - (judgement.predicted.low or 0.0))
-        / (2 * judgement.predicted.value)
-        for judgement in judgements
+        ((each.predicted.high or 0.0) - (each.predicted.low or 0.0)) / (2 * each.predicted.value)
+        for each in held_out
     ]
-    return Verdict(
-        num_cases=len(judgements),
+    return BacktestSummary(
+        num_cases=len(held_out),
         median_error=float(np.median(errors)),
         ninetieth_error=float(np.quantile(errors, 0.9)),
-        coverage=float(np.mean([judgement.is_covered for judgement in judgements])),
+        coverage=float(np.mean([each.is_covered for each in held_out])),
         median_width=float(np.median(widths)),
     )
 

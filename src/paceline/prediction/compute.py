@@ -1,8 +1,8 @@
-"""How long a model's forward and backward take on a calibrated machine, piece by piece."""
+"""How long a model's forward and backward take on a calibrated machine, segment by segment."""
 
 import dataclasses
 
-from paceline.accounting.step_work import Piece, step_pieces
+from paceline.accounting.step_work import ModelSegment, model_segments
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.prediction.calibration import (
     Calibration,
@@ -13,29 +13,29 @@ from paceline.prediction.calibration import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PieceTime:
-    """Seconds of one direction of one piece, by what they go to."""
+class SegmentTime:
+    """Seconds of one direction of one segment, by what they go to."""
 
-    products_s: float
+    matmul_s: float
     attention_s: float
-    stream_s: float
+    elementwise_s: float
     """Elementwise operations."""
-    calls_s: float
+    launch_s: float
     """What operators cost whatever their size."""
 
     @property
     def total_s(self) -> float:
         """All together."""
-        return self.products_s + self.attention_s + self.stream_s + self.calls_s
+        return self.matmul_s + self.attention_s + self.elementwise_s + self.launch_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeTime:
-    """Both directions of every piece, in the order of the forward pass."""
+    """Both directions of every segment, in the order of the forward pass."""
 
-    pieces: tuple[Piece, ...]
-    forward: tuple[PieceTime, ...]
-    backward: tuple[PieceTime, ...]
+    segments: tuple[ModelSegment, ...]
+    forward: tuple[SegmentTime, ...]
+    backward: tuple[SegmentTime, ...]
 
     @property
     def forward_s(self) -> float:
@@ -48,39 +48,39 @@ class ComputeTime:
         return sum(time.total_s for time in self.backward)
 
     def total(self, term: str) -> float:
-        """Returns the seconds of one field of `PieceTime` over all pieces and directions."""
+        """Returns the seconds of one field of `SegmentTime` over all segments and directions."""
         return sum(float(getattr(time, term)) for time in (*self.forward, *self.backward))
 
     def completed_after(self) -> list[int]:
-        """Returns after how many pieces of backward each parameter's gradient is complete."""
+        """Returns after how many segments of backward each parameter's gradient is complete."""
         completed: list[int] = []
-        for number, piece in enumerate(reversed(self.pieces), start=1):
-            completed += [number] * len(piece.parameter_sizes)
+        for number, segment in enumerate(reversed(self.segments), start=1):
+            completed += [number] * len(segment.parameter_sizes)
         return completed[::-1]
 
 
 def compute_time(shape: ModelShape, batch: BatchShape, calibration: Calibration) -> ComputeTime:
     """Returns the time of one forward and backward pass."""
-    pieces = step_pieces(shape)
-    times = [_piece_times(piece, shape, batch, calibration) for piece in pieces]
+    segments = model_segments(shape)
+    times = [_segment_times(segment, shape, batch, calibration) for segment in segments]
     return ComputeTime(
-        pieces=pieces,
+        segments=segments,
         forward=tuple(forward for forward, _ in times),
         backward=tuple(backward for _, backward in times),
     )
 
 
-def _piece_times(
-    piece: Piece, shape: ModelShape, batch: BatchShape, calibration: Calibration
-) -> tuple[PieceTime, PieceTime]:
+def _segment_times(
+    segment: ModelSegment, shape: ModelShape, batch: BatchShape, calibration: Calibration
+) -> tuple[SegmentTime, SegmentTime]:
     tokens = batch.tokens_per_pass
     products = [0.0, 0.0]
-    for linear in piece.linears:
+    for linear in segment.linears:
         dimensions: tuple[int, ...] = (tokens, linear.inputs, linear.outputs)
         times = nearest_times(calibration.linears, dimensions, linear_work(dimensions))
         products = [total + time for total, time in zip(products, times, strict=True)]
     attention = (0.0, 0.0)
-    if piece.has_attention:
+    if segment.has_attention:
         dimensions = (
             batch.num_sequences,
             batch.context_length,
@@ -89,12 +89,12 @@ def _piece_times(
             shape.head_width,
         )
         attention = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
-    backward_elements = tokens * piece.backward_elements + piece.backward_fixed_elements
+    backward_elements = tokens * segment.backward_elements + segment.backward_fixed_elements
     calls = (
-        piece.forward_calls * calibration.forward_call_s,
-        piece.backward_calls * calibration.backward_call_s,
+        segment.forward_calls * calibration.forward_call_s,
+        segment.backward_calls * calibration.backward_call_s,
     )
-    elements = (tokens * piece.forward_elements, backward_elements)
+    elements = (tokens * segment.forward_elements, backward_elements)
     forward, backward = (
         _direction(
             products[direction],
@@ -109,11 +109,11 @@ def _piece_times(
 
 
 def _direction(
-    products_s: float, attention_s: float, stream_s: float, calls_s: float, *, runs_behind: bool
-) -> PieceTime:
+    matmul_s: float, attention_s: float, elementwise_s: float, launch_s: float, *, runs_behind: bool
+) -> SegmentTime:
     if runs_behind:
         # A device that runs behind the program hides calls, as far as it has something to do.
-        calls_s = max(0.0, calls_s - products_s - attention_s - stream_s)
-    return PieceTime(
-        products_s=products_s, attention_s=attention_s, stream_s=stream_s, calls_s=calls_s
+        launch_s = max(0.0, launch_s - matmul_s - attention_s - elementwise_s)
+    return SegmentTime(
+        matmul_s=matmul_s, attention_s=attention_s, elementwise_s=elementwise_s, launch_s=launch_s
     )

@@ -1,4 +1,4 @@
-"""Computing and communicating side by side, each slowing the other, played from event to event.
+"""Computing and communicating side by side, each slowing the other, simulated from event to event.
 
 Work is done piece by piece, messages go one after the other. A message may start when a piece of
 work is over; a piece may have to wait for messages. While a message is under way beside work, it
@@ -14,7 +14,7 @@ from paceline.prediction.calibration import Contention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class ComputeSegment:
     """A piece of computing."""
 
     seconds: float
@@ -24,7 +24,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sending:
+class Transfer:
     """A message."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Sending:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Played:
+class OverlapResult:
     """How both lanes ended."""
 
     lost_s: float
@@ -54,21 +54,23 @@ class Played:
     """When work waited for messages, and the program for the last of them."""
 
 
-def play(work: Sequence[Work], sendings: Sequence[Sending], *, wait_for_all: bool) -> Played:
+def simulate_overlap(
+    work: Sequence[ComputeSegment], transfers: Sequence[Transfer], *, wait_for_all: bool
+) -> OverlapResult:
     """Plays both lanes until work is over and, with `wait_for_all`, all messages have arrived."""
     num_done = num_arrived = 0
     work_left = [piece.seconds for piece in work]
-    send_left = [sending.seconds for sending in sendings]
+    send_left = [transfer.seconds for transfer in transfers]
     lost_s = waited_s = 0.0
-    while num_done < len(work) or (wait_for_all and num_arrived < len(sendings)):
+    while num_done < len(work) or (wait_for_all and num_arrived < len(transfers)):
         works = num_done < len(work) and num_arrived >= work[num_done].needs
-        sends = num_arrived < len(sendings) and num_done >= sendings[num_arrived].after
+        sends = num_arrived < len(transfers) and num_done >= transfers[num_arrived].after
         if not works and not sends:
             raise ValueError(f"work {num_done} waits for a message that waits for it")
         work_pace = send_pace = 1.0
         if works and sends:
-            work_pace = 1 - sendings[num_arrived].lost_share
-            send_pace = 1 / sendings[num_arrived].contention.slowdown
+            work_pace = 1 - transfers[num_arrived].lost_share
+            send_pace = 1 / transfers[num_arrived].contention.slowdown
         work_s = _until_end(work_left[num_done], work_pace) if works else math.inf
         send_s = _until_end(send_left[num_arrived], send_pace) if sends else math.inf
         elapsed_s = min(work_s, send_s)
@@ -81,7 +83,7 @@ def play(work: Sequence[Work], sendings: Sequence[Sending], *, wait_for_all: boo
             send_left[num_arrived] -= elapsed_s * send_pace
         num_done += work_s == elapsed_s
         num_arrived += send_s == elapsed_s
-    return Played(lost_s=lost_s, waited_s=waited_s)
+    return OverlapResult(lost_s=lost_s, waited_s=waited_s)
 
 
 def _until_end(left_s: float, pace: float) -> float:

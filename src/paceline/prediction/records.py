@@ -1,4 +1,4 @@
-"""A predicted step as a record that joins its measurement, and a ledger of both."""
+"""A predicted step as a record that joins its measurement, and both joined for the backtest."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
-from paceline.prediction.backtest import Case, Correction
+from paceline.prediction.backtest import BacktestCase, Correction
 from paceline.prediction.calibration import Calibration
 from paceline.prediction.step import StepTerms, strategy_step_terms
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
@@ -56,7 +56,7 @@ def predict_step(
     )
 
 
-def ledger_cases(records: Iterable[Record]) -> list[Case]:
+def backtest_cases(records: Iterable[Record]) -> list[BacktestCase]:
     """Joins predicted steps with their measurements; of repeated ones, the last counts."""
     predicted: _ByKey = {}
     measured: _ByKey = {}
@@ -75,7 +75,7 @@ def ledger_cases(records: Iterable[Record]) -> list[Case]:
             "step and paceline bench ddp with the same model, batch, strategies and ranks"
         )
     return [
-        Case(
+        BacktestCase(
             labels=_labels(measured[key]),
             terms={term: predicted[key].metrics[term].value for term in _TERMS},
             measured_s=measured[key].metrics[STEP].value,

@@ -21,9 +21,14 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import SHARDED_STATE, StrategyName
 from paceline.prediction.calibration import Calibration
+from paceline.prediction.collectives import GradientCollective, gradient_collectives
 from paceline.prediction.compute import ComputeTime, compute_time
-from paceline.prediction.messages import Message, gradient_messages
-from paceline.prediction.overlap_simulator import Played, Sending, Work, play
+from paceline.prediction.overlap_simulator import (
+    ComputeSegment,
+    OverlapResult,
+    Transfer,
+    simulate_overlap,
+)
 
 PREDICTED: tuple[StrategyName, ...] = (
     *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
@@ -44,11 +49,11 @@ _FLOAT32_BYTES = 4
 class StepTerms:
     """Seconds of a step by what they go to."""
 
-    products_s: float
+    matmul_s: float
     attention_s: float
-    stream_s: float
-    calls_s: float
-    handling_s: float
+    elementwise_s: float
+    launch_s: float
+    bucket_copy_s: float
     optimizer_s: float
     contention_s: float
     exposed_s: float
@@ -72,28 +77,28 @@ def strategy_step_terms(
             f"the time of {strategy!r} is not predicted yet; predicted: {', '.join(PREDICTED)}"
         )
     computing = compute_time(shape, batch, calibration)
-    sizes = [size for piece in computing.pieces for size in piece.parameter_sizes]
+    sizes = [size for segment in computing.segments for size in segment.parameter_sizes]
     world_size = calibration.world_size
     divides = strategy in SHARDED_STATE and world_size > 1
-    handling_s = lost_s = exposed_s = 0.0
+    bucket_copy_s = lost_s = exposed_s = 0.0
     optimizer_s = sum(sizes) * calibration.optimizer_element_s / (world_size if divides else 1)
     if strategy != "none" and world_size > 1:
         passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
-        handling_s = passes * sum(sizes) * calibration.copy_element_s
-        messages = gradient_messages(strategy, sizes, world_size, bucket_size_mb)
-        played = [_gradients(strategy, messages, computing, handling_s, calibration)]
+        bucket_copy_s = passes * sum(sizes) * calibration.copy_element_s
+        messages = gradient_collectives(strategy, sizes, world_size, bucket_size_mb)
+        simulated = [_gradients(strategy, messages, computing, bucket_copy_s, calibration)]
         if strategy == "sharded_optimizer":
             exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
         elif divides:
-            played.append(_parameters(messages, computing, optimizer_s, calibration))
-        lost_s = sum(lanes.lost_s for lanes in played)
-        exposed_s += sum(lanes.waited_s for lanes in played)
+            simulated.append(_parameters(messages, computing, optimizer_s, calibration))
+        lost_s = sum(lanes.lost_s for lanes in simulated)
+        exposed_s += sum(lanes.waited_s for lanes in simulated)
     return StepTerms(
-        products_s=computing.total("products_s"),
+        matmul_s=computing.total("matmul_s"),
         attention_s=computing.total("attention_s"),
-        stream_s=computing.total("stream_s"),
-        calls_s=computing.total("calls_s"),
-        handling_s=handling_s,
+        elementwise_s=computing.total("elementwise_s"),
+        launch_s=computing.total("launch_s"),
+        bucket_copy_s=bucket_copy_s,
         optimizer_s=optimizer_s,
         contention_s=lost_s,
         exposed_s=exposed_s,
@@ -102,54 +107,58 @@ def strategy_step_terms(
 
 def _gradients(
     strategy: StrategyName,
-    messages: Sequence[Message],
+    messages: Sequence[GradientCollective],
     computing: ComputeTime,
-    handling_s: float,
+    bucket_copy_s: float,
     calibration: Calibration,
-) -> Played:
+) -> OverlapResult:
     """Plays backward, and messages that start when their last gradient is there."""
-    stretch = 1 + handling_s / computing.backward_s
-    work = [Work(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
+    stretch = 1 + bucket_copy_s / computing.backward_s
+    work = [ComputeSegment(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
     completed = computing.completed_after()
-    sendings = []
+    transfers = []
     for message in messages:
         after = len(work)
         if strategy not in _AFTER_BACKWARD and message.parameters:
             after = max(completed[place] for place in message.parameters)
-        sendings.append(_sending(message.operation, message.num_bytes, after, calibration))
-    return play(work, sendings, wait_for_all=True)
+        transfers.append(_transfer(message.operation, message.num_bytes, after, calibration))
+    return simulate_overlap(work, transfers, wait_for_all=True)
 
 
 def _parameters(
-    messages: Sequence[Message],
+    messages: Sequence[GradientCollective],
     computing: ComputeTime,
     optimizer_s: float,
     calibration: Calibration,
-) -> Played:
+) -> OverlapResult:
     """Plays parameters that are updated and sent bucket by bucket, while forward follows them."""
     buckets = [message for message in reversed(messages) if message.parameters]
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
-    work = [Work(seconds=optimizer_s * bucket.num_bytes / num_bytes) for bucket in buckets]
+    work = [
+        ComputeSegment(seconds=optimizer_s * bucket.num_bytes / num_bytes) for bucket in buckets
+    ]
     arrival = {
         place: number
         for number, bucket in enumerate(buckets, start=1)
         for place in bucket.parameters
     }
     place = needs = 0
-    for piece, time in zip(computing.pieces, computing.forward, strict=True):
-        for _ in piece.parameter_sizes:
+    for segment, time in zip(computing.segments, computing.forward, strict=True):
+        for _ in segment.parameter_sizes:
             needs = max(needs, arrival[place])
             place += 1
-        work.append(Work(seconds=time.total_s, needs=needs))
-    sendings = [
-        _sending(_GATHER, bucket.num_bytes, number, calibration)
+        work.append(ComputeSegment(seconds=time.total_s, needs=needs))
+    transfers = [
+        _transfer(_GATHER, bucket.num_bytes, number, calibration)
         for number, bucket in enumerate(buckets, start=1)
     ]
-    return play(work, sendings, wait_for_all=False)
+    return simulate_overlap(work, transfers, wait_for_all=False)
 
 
-def _sending(operation: Operation, num_bytes: int, after: int, calibration: Calibration) -> Sending:
-    return Sending(
+def _transfer(
+    operation: Operation, num_bytes: int, after: int, calibration: Calibration
+) -> Transfer:
+    return Transfer(
         seconds=calibration.collective(operation).time_s(num_bytes),
         num_bytes=num_bytes,
         after=after,

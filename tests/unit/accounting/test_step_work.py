@@ -1,4 +1,4 @@
-"""The pieces of a step against what torch is really asked to do."""
+"""The segments of a step against what torch is really asked to do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.accounting import flops_per_token
 from paceline.accounting.memory.model_states import parameter_sizes
-from paceline.accounting.step_work import step_pieces
+from paceline.accounting.step_work import model_segments
 from paceline.core import ModelShape
 from paceline.models import TransformerLM, next_token_loss
 
@@ -72,9 +72,9 @@ def _count(shape: ModelShape) -> tuple[_Counter, _Counter]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_pieces_hold_all_parameters_in_order(name: str) -> None:
+def test_segments_hold_all_parameters_in_order(name: str) -> None:
     shape = SHAPES[name]
-    sizes = [size for piece in step_pieces(shape) for size in piece.parameter_sizes]
+    sizes = [size for segment in model_segments(shape) for size in segment.parameter_sizes]
     assert sizes == parameter_sizes(shape)
     assert sizes == [parameter.numel() for parameter in TransformerLM(shape).parameters()]
 
@@ -83,7 +83,9 @@ def test_pieces_hold_all_parameters_in_order(name: str) -> None:
 def test_products_are_those_of_the_operations_per_token(name: str) -> None:
     shape = SHAPES[name]
     weights = sum(
-        linear.inputs * linear.outputs for piece in step_pieces(shape) for linear in piece.linears
+        linear.inputs * linear.outputs
+        for segment in model_segments(shape)
+        for linear in segment.linears
     )
     attention = 4 * shape.num_layers * shape.attention_width * CONTEXT
     assert 2 * weights + attention == flops_per_token(shape, CONTEXT).forward
@@ -92,11 +94,11 @@ def test_products_are_those_of_the_operations_per_token(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_elementwise_passes_are_those_that_torch_makes(name: str) -> None:
     forward, backward = _count(SHAPES[name])
-    pieces = step_pieces(SHAPES[name])
-    expected = sum(TOKENS * piece.forward_elements for piece in pieces)
+    segments = model_segments(SHAPES[name])
+    expected = sum(TOKENS * segment.forward_elements for segment in segments)
     assert expected == pytest.approx(forward.elements, rel=0.05)
     expected = sum(
-        TOKENS * piece.backward_elements + piece.backward_fixed_elements for piece in pieces
+        TOKENS * segment.backward_elements + segment.backward_fixed_elements for segment in segments
     )
     assert expected == pytest.approx(backward.elements, rel=0.08)
 
@@ -104,6 +106,10 @@ def test_elementwise_passes_are_those_that_torch_makes(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_calls_are_about_those_that_torch_makes(name: str) -> None:
     forward, backward = _count(SHAPES[name])
-    pieces = step_pieces(SHAPES[name])
-    assert sum(piece.forward_calls for piece in pieces) == pytest.approx(forward.calls, rel=0.1)
-    assert sum(piece.backward_calls for piece in pieces) == pytest.approx(backward.calls, rel=0.1)
+    segments = model_segments(SHAPES[name])
+    assert sum(segment.forward_calls for segment in segments) == pytest.approx(
+        forward.calls, rel=0.1
+    )
+    assert sum(segment.backward_calls for segment in segments) == pytest.approx(
+        backward.calls, rel=0.1
+    )

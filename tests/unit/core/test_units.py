@@ -16,6 +16,8 @@ from paceline.core.units import (
     format_gigabytes,
     format_seconds,
     parse_bytes,
+    parse_rate,
+    parse_seconds,
     to_gibibytes,
     to_gigabytes,
 )
@@ -66,6 +68,31 @@ def test_sizes_are_read_in_both_systems() -> None:
     for bad in ("10", "MB", "1TBB", "-1MB", ""):
         with pytest.raises(UsageError, match="write it like 10MB"):
             parse_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [
+        *(("2gbit", 2e9), ("200 Mbit", 2e8), ("1.5Gbit/s", 1.5e9), ("1tbit", 1e12)),
+        *(("1GB/s", 8e9), ("125 MB/s", 1e9), ("1MiB/s", 8 * MIB)),
+    ],
+)
+def test_rates_are_read_in_bits_and_bytes(text: str, bits_per_s: float) -> None:
+    assert parse_rate(text) == pytest.approx(bits_per_s)
+
+
+# 1Gb/s is gigabits to network people; the size of a message is no rate.
+@pytest.mark.parametrize("text", ["2", "2GB", "-1gbit", "1Gb/s", "fast", ""])
+def test_a_rate_without_its_unit_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(UsageError, match=r"write it like 2gbit, 2Gbit/s or 250MB/s"):
+        parse_rate(text)
+
+
+def test_durations_are_read_with_their_unit() -> None:
+    read = [parse_seconds(text) for text in ("5ms", "20us", "20 µs", "2s", "3ns")]
+    assert read == pytest.approx([0.005, 2e-5, 2e-5, 2.0, 3e-9])
+    with pytest.raises(UsageError, match="cannot read the delay '5'; write it like 5ms"):
+        parse_seconds("5", "delay")
 
 
 def test_seconds() -> None:

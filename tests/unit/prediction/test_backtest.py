@@ -1,4 +1,4 @@
-"""What the ledger learns from cases, and whether its intervals keep their word."""
+"""What a backtest learns from cases, and whether its intervals keep their word."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from paceline.core import UsageError
 from paceline.prediction.backtest import (
     GROUPS,
-    Case,
+    BacktestCase,
     fit_correction,
     leave_group_out,
     leave_one_out,
@@ -16,15 +16,15 @@ from paceline.prediction.backtest import (
 )
 
 FACTORS = {
-    "multiplying": 1.2,
+    "matmul": 1.2,
     "elementwise": 0.7,
-    "updating": 1.5,
+    "update": 1.5,
     "contention": 1.0,
-    "waiting": 0.8,
+    "exposed": 0.8,
 }
 
 
-def _cases(number: int, noise: float, seed: int = 0) -> list[Case]:
+def _cases(number: int, noise: float, seed: int = 0) -> list[BacktestCase]:
     """Returns steps whose terms are off by the factors, measured with noise."""
     rng = np.random.default_rng(seed)
     cases = []
@@ -34,7 +34,7 @@ def _cases(number: int, noise: float, seed: int = 0) -> list[Case]:
             FACTORS[name] * sum(terms[term] for term in group) for name, group in GROUPS.items()
         )
         measured = truth * float(np.exp(noise * rng.standard_normal()))
-        cases.append(Case(labels={}, terms=terms, measured_s=measured))
+        cases.append(BacktestCase(labels={}, terms=terms, measured_s=measured))
     return cases
 
 
@@ -44,24 +44,24 @@ def test_factors_are_found() -> None:
 
 
 def test_without_noise_nothing_is_left() -> None:
-    verdict = summarize(leave_one_out(_cases(100, noise=0.0)))
-    assert verdict.ninetieth_error < 0.02
-    assert verdict.median_width < 0.03
+    summary = summarize(leave_one_out(_cases(100, noise=0.0)))
+    assert summary.ninetieth_error < 0.02
+    assert summary.median_width < 0.03
 
 
 def test_few_cases_draw_factors_little() -> None:
     # All cases consist of one term, so nothing is known of the others.
     cases = [
-        Case(
+        BacktestCase(
             labels={},
-            terms={term: 0.0 for group in GROUPS.values() for term in group} | {"products_s": 1.0},
+            terms={term: 0.0 for group in GROUPS.values() for term in group} | {"matmul_s": 1.0},
             measured_s=1.3,
         )
         for _ in range(12)
     ]
     factors = fit_correction(cases).factors
-    assert factors["multiplying"] == pytest.approx(1.3, rel=0.01)
-    assert factors["waiting"] == pytest.approx(1.0)
+    assert factors["matmul"] == pytest.approx(1.3, rel=0.01)
+    assert factors["exposed"] == pytest.approx(1.0)
 
 
 def test_intervals_hold_what_they_promise() -> None:
@@ -73,12 +73,10 @@ def test_intervals_hold_what_they_promise() -> None:
 
 def test_a_case_does_not_judge_itself() -> None:
     cases = _cases(40, noise=0.01)
-    odd = Case(labels={}, terms=cases[0].terms, measured_s=10 * cases[0].measured_s)
-    (judged,) = [
-        judgement for judgement in leave_one_out([odd, *cases[1:]]) if judgement.case is odd
-    ]
-    assert judged.error == pytest.approx(-0.9, abs=0.02)
-    assert not judged.is_covered
+    odd = BacktestCase(labels={}, terms=cases[0].terms, measured_s=10 * cases[0].measured_s)
+    (found,) = [each for each in leave_one_out([odd, *cases[1:]]) if each.case is odd]
+    assert found.error == pytest.approx(-0.9, abs=0.02)
+    assert not found.is_covered
 
 
 def test_a_group_does_not_judge_itself() -> None:
@@ -87,10 +85,10 @@ def test_a_group_does_not_judge_itself() -> None:
         for name, seed in (("plain", 1), ("odd", 2))
     )
     odd = [dataclasses.replace(case, measured_s=2 * case.measured_s) for case in odd]
-    judged = leave_group_out([*plain, *odd], "model")
-    assert [judgement.case.labels["model"] for judgement in judged] == ["plain"] * 20 + ["odd"] * 20
-    for judgement in judged[20:]:
-        assert judgement.error == pytest.approx(-0.5, abs=0.05)
+    found = leave_group_out([*plain, *odd], "model")
+    assert [each.case.labels["model"] for each in found] == ["plain"] * 20 + ["odd"] * 20
+    for each in found[20:]:
+        assert each.error == pytest.approx(-0.5, abs=0.05)
 
 
 def test_too_few_cases_are_refused() -> None:

@@ -10,8 +10,8 @@ from paceline.accounting import count_parameters
 from paceline.accounting.memory.model_states import parameter_sizes
 from paceline.core import BatchShape, ModelShape, UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, SHARDED_STATE, StrategyName
+from paceline.prediction.collectives import gradient_collectives
 from paceline.prediction.compute import compute_time
-from paceline.prediction.messages import gradient_messages
 from paceline.prediction.step import PREDICTED, StepTerms, strategy_step_terms
 from tests.unit.prediction.calibration_cases import PRODUCT_S, make_calibration
 
@@ -30,7 +30,7 @@ def _terms(strategy: StrategyName, **calibration: float) -> StepTerms:
 def test_computing_is_the_sum_of_its_parts() -> None:
     computing = compute_time(SHAPE, BATCH, make_calibration())
     products = BATCH.tokens_per_pass * count_parameters(SHAPE).matmul
-    assert computing.total("products_s") == pytest.approx(3 * PRODUCT_S * products)
+    assert computing.total("matmul_s") == pytest.approx(3 * PRODUCT_S * products)
     scores = 4 * BATCH.tokens_per_pass * 128 * 256
     assert computing.total("attention_s") == pytest.approx(3 * PRODUCT_S * scores)
     # The head's gradient is complete after the first piece of backward, the embedding's at its end.
@@ -63,25 +63,25 @@ def test_many_messages_pay_many_calls() -> None:
 
 def test_a_fast_line_leaves_the_last_bucket() -> None:
     terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e10)
-    last = gradient_messages("bucketed", parameter_sizes(SHAPE), 2)[-1]
+    last = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)[-1]
     assert terms.exposed_s == pytest.approx(1e-4 + last.num_bytes / 1e10)
 
 
 def test_a_slow_line_is_busy_from_the_first_bucket_on() -> None:
     terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e7)
-    messages = gradient_messages("bucketed", parameter_sizes(SHAPE), 2)
+    messages = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)
     sending = sum(1e-4 + message.num_bytes / 1e7 for message in messages)
     computing = compute_time(SHAPE, BATCH, make_calibration())
-    backward_s = computing.backward_s + terms.handling_s
-    num_pieces = max(computing.completed_after()[place] for place in messages[0].parameters)
-    first = sum(time.total_s for time in computing.backward[-num_pieces:])
+    backward_s = computing.backward_s + terms.bucket_copy_s
+    num_segments = max(computing.completed_after()[place] for place in messages[0].parameters)
+    first = sum(time.total_s for time in computing.backward[-num_segments:])
     first *= backward_s / computing.backward_s
     assert terms.exposed_s == pytest.approx(first + sending - backward_s)
 
 
 def test_computing_loses_to_every_byte_that_is_hidden() -> None:
     terms = _terms("bucketed", lost_s_per_byte=1e-9, bytes_per_s=9e8, slowdown=1.0)
-    messages = gradient_messages("bucketed", parameter_sizes(SHAPE), 2)
+    messages = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)
     hidden = sum(message.num_bytes for message in messages[:-1])
     everything = hidden + messages[-1].num_bytes
     assert 1e-9 * hidden * 0.95 <= terms.contention_s <= 1e-9 * everything
@@ -93,7 +93,7 @@ def test_computing_loses_no_more_than_by_waiting(
     strategy: StrategyName, bytes_per_s: float
 ) -> None:
     terms = _terms(strategy, lost_s_per_byte=1.0, bytes_per_s=bytes_per_s)
-    messages = gradient_messages(strategy, parameter_sizes(SHAPE), 2)
+    messages = gradient_collectives(strategy, parameter_sizes(SHAPE), 2)
     alone = sum(1e-4 + message.num_bytes / bytes_per_s for message in messages)
     if strategy in SHARDED_STATE:
         # The parameters come back, in as many messages or in one.

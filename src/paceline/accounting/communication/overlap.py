@@ -62,32 +62,32 @@ def exposed_s(
     *,
     total_bytes: float,
     bytes_per_s: float,
-    call_s: float,
+    latency_s: float,
     backward_s: float,
     num_buckets: npt.ArrayLike,
 ) -> Array:
     """Exposed seconds with equal buckets: max(o + s/(nw), T/n + no + s/w - T)."""
     n = np.asarray(num_buckets, dtype=np.float64)
     line_s = total_bytes / bytes_per_s
-    return np.maximum(call_s + line_s / n, backward_s / n + n * call_s + line_s - backward_s)
+    return np.maximum(latency_s + line_s / n, backward_s / n + n * latency_s + line_s - backward_s)
 
 
 def optimal_num_buckets(
-    *, total_bytes: float, bytes_per_s: float, call_s: float, backward_s: float
+    *, total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float
 ) -> float:
     """The number of equal buckets with the least exposed time: max(sqrt(T/o), (T - s/w)/o)."""
     line_s = total_bytes / bytes_per_s
-    return max(1.0, float(np.sqrt(backward_s / call_s)), (backward_s - line_s) / call_s)
+    return max(1.0, float(np.sqrt(backward_s / latency_s)), (backward_s - line_s) / latency_s)
 
 
 def balanced_overhead_s(
-    *, total_bytes: float, bytes_per_s: float, call_s: float, num_buckets: npt.ArrayLike
+    *, total_bytes: float, bytes_per_s: float, latency_s: float, num_buckets: npt.ArrayLike
 ) -> Array:
     """Overhead when computing a bucket takes as long as its bytes: s/(nw) + no."""
     n = np.asarray(num_buckets, dtype=np.float64)
-    return total_bytes / (n * bytes_per_s) + n * call_s
+    return total_bytes / (n * bytes_per_s) + n * latency_s
 
 
-def balanced_bucket_bytes(*, total_bytes: float, bytes_per_s: float, call_s: float) -> float:
+def balanced_bucket_bytes(*, total_bytes: float, bytes_per_s: float, latency_s: float) -> float:
     """The bucket size that makes `balanced_overhead_s` least: sqrt(swo)."""
-    return float(np.sqrt(total_bytes * bytes_per_s * call_s))
+    return float(np.sqrt(total_bytes * bytes_per_s * latency_s))

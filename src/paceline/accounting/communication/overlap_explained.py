@@ -16,16 +16,16 @@ from paceline.core.units import format_binary_bytes, format_decimal, format_seco
 
 
 def explain_overhead(
-    *, total_bytes: float, bytes_per_s: float, call_s: float, backward_s: float | None = None
+    *, total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float | None = None
 ) -> Explanation:
     """Explains the time that communication adds to a step, and the buckets that make it least.
 
     Without `backward_s`, computing a bucket takes as long as sending its bytes.
     """
-    options = {"total_bytes": total_bytes, "bytes_per_s": bytes_per_s, "call_s": call_s}
+    options = {"total_bytes": total_bytes, "bytes_per_s": bytes_per_s, "latency_s": latency_s}
     given = (
         f"s = {format_decimal(total_bytes, 'B')}, w = {format_decimal(bytes_per_s, 'B/s')}, "
-        f"o = {format_seconds(call_s)}"
+        f"o = {format_seconds(latency_s)}"
     )
     if backward_s is None:
         bucket_bytes = balanced_bucket_bytes(**options)

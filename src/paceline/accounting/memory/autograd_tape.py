@@ -44,7 +44,7 @@ class Value:
 
 
 @dataclasses.dataclass(eq=False)
-class Message:
+class ReduceScatterBucket:
     """Gradients that are sent to their owners together."""
 
     num_bytes: int
@@ -89,11 +89,11 @@ class Tape:
         self._keeps_gradients = keeps_gradients
         self._live_bytes = 0
         self._operations: list[Operation] = []
-        self._messages: dict[int, Message] = {}
+        self._messages: dict[int, ReduceScatterBucket] = {}
 
     def send(self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int) -> None:
         """Lets these parameters' gradients move into one message, gone as soon as it is full."""
-        message = Message(num_bytes, len(parameters), arriving_bytes)
+        message = ReduceScatterBucket(num_bytes, len(parameters), arriving_bytes)
         self._messages |= {id(parameter): message for parameter in parameters}
 
     def allocate(self, num_bytes: int, kind: Kind = "activation") -> Buffer:

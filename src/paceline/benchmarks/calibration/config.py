@@ -87,13 +87,13 @@ class CalibrationSweep:
     def compute_shapes(self) -> ComputeShapes:
         """Returns the shapes to time, each once."""
         # Inside, because parsing flags must not load NumPy.
-        from paceline.accounting.step_work import step_pieces
+        from paceline.accounting.step_work import model_segments
 
         linears: dict[LinearShape, None] = {}
         attentions: dict[AttentionShape, None] = {}
         for shape, batch in self.batches():
-            for piece in step_pieces(shape):
-                for linear in piece.linears:
+            for segment in model_segments(shape):
+                for linear in segment.linears:
                     key = LinearShape(
                         tokens=batch.tokens_per_pass, inputs=linear.inputs, outputs=linear.outputs
                     )

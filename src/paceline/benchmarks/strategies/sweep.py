@@ -102,7 +102,7 @@ def _predictions(
             EXPOSED: candidate.exposed_s,
             "num_messages": candidate.num_buckets,
             "gradient_bytes": result.memory["gradient_bytes"],
-            "latency_s": choice.call_s,
+            "latency_s": choice.latency_s,
             "algorithm_bandwidth_bytes_per_s": choice.bytes_per_s,
         }
         yield Record(

@@ -21,7 +21,7 @@ class OverheadFigures:
     """Where the figures are from."""
     total_bytes: float
     bytes_per_s: float
-    call_s: float
+    latency_s: float
     without: Record | None = None
     """The same step without any communication, which tells how long backward takes."""
 
@@ -30,7 +30,7 @@ class OverheadFigures:
         options = {
             "total_bytes": self.total_bytes,
             "bytes_per_s": self.bytes_per_s,
-            "call_s": self.call_s,
+            "latency_s": self.latency_s,
         }
         balanced = explain_overhead(**options)
         if self.without is None:
@@ -43,7 +43,7 @@ _EXAMPLE = OverheadFigures(
     source="an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call",
     total_bytes=8e9,
     bytes_per_s=1e11,
-    call_s=2e-5,
+    latency_s=2e-5,
 )
 
 
@@ -55,7 +55,7 @@ def overhead_figures(evidence: Evidence) -> OverheadFigures:
         figures = [record.metrics[name].value for name in needed if name in record.metrics]
         if len(figures) < len(needed) or min(figures) <= 0 or not has_peers(record):
             continue
-        total_bytes, bytes_per_s, call_s = figures
+        total_bytes, bytes_per_s, latency_s = figures
         same = [
             each
             for each in evidence.find("ddp", strategy="none")
@@ -65,7 +65,7 @@ def overhead_figures(evidence: Evidence) -> OverheadFigures:
             source=f"measured: {record.case['model']} on {describe_topology(record)}",
             total_bytes=total_bytes,
             bytes_per_s=bytes_per_s,
-            call_s=call_s,
+            latency_s=latency_s,
             without=same[-1] if same else None,
         )
     return _EXAMPLE

@@ -61,7 +61,7 @@ class BucketSizeChoice:
 
     bucket_size_mb: float
     backward_s: float
-    call_s: float
+    latency_s: float
     bytes_per_s: float | None
     start_s: float
     candidates: dict[float, "Candidate"]
@@ -80,7 +80,7 @@ class BucketSizeChoice:
         )
         return (
             f"buckets of {self.bucket_size_mb:g} MiB: backward takes {self.backward_s * 1e3:.0f} "
-            f"ms, an all-reduce {self.call_s * 1e3:.2f} ms and {bandwidth}, starting one "
+            f"ms, an all-reduce {self.latency_s * 1e3:.2f} ms and {bandwidth}, starting one "
             f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to cost: {candidates}"
         )
 
@@ -178,7 +178,7 @@ def choose_bucket_size(
     return BucketSizeChoice(
         bucket_size_mb=best,
         backward_s=backward_s,
-        call_s=cost.fit.segments[0].latency_s.value,
+        latency_s=cost.fit.segments[0].latency_s.value,
         bytes_per_s=None if last.bytes_per_s is None else last.bytes_per_s.value,
         start_s=cost.start_s,
         candidates=candidates,

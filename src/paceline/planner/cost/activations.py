@@ -83,7 +83,7 @@ def score_bytes(workload: Workload) -> int:
     return per_score * workload.shape.num_heads * workload.context_length
 
 
-def blocks_under_way(layouts: Layouts, workload: Workload) -> Any:
+def blocks_in_flight(layouts: Layouts, workload: Workload) -> Any:
     """Returns how many blocks' activations of one micro-batch the first stage keeps at most."""
     stages, parts = layouts.pipeline, layouts.pipeline_interleave
     passes = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
@@ -107,7 +107,7 @@ def layout_activation_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what the first stage keeps for backward when most is under way."""
     tokens = workload.tokens / layouts.context
     per_token = block_bytes_per_token(layouts, workload)
-    return per_token * tokens * blocks_under_way(layouts, workload)
+    return per_token * tokens * blocks_in_flight(layouts, workload)
 
 
 def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:

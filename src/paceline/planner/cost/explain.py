@@ -13,7 +13,7 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.planner.cost.activations import (
     block_bytes_per_token,
-    blocks_under_way,
+    blocks_in_flight,
     logit_bytes,
     matrix_bytes,
     recomputed_bytes,
@@ -132,7 +132,7 @@ def _memory_steps(
         part(workload) for part in (stream_bytes, matrix_bytes, score_bytes)
     )
     tokens = f"{_number(workload.tokens):,.0f} / {layout.context}"
-    blocks = _number(blocks_under_way(layouts, workload))
+    blocks = _number(blocks_in_flight(layouts, workload))
     kept = _number(block_bytes_per_token(layouts, workload))
     parts = {
         "none": (

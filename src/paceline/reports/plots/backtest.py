@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.prediction.backtest import Judgement
+from paceline.prediction.backtest import HeldOutPrediction
 from paceline.reports.plots.style import COLORS, GRAY
-from paceline.reports.tables.backtest import verdict_text
+from paceline.reports.tables.backtest import summary_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,11 +15,11 @@ _TICKS = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_backtest(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
+def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> "Figure":
     """Draws every case with its interval; those inside of the band are at most a fifth off.
 
     Args:
-        judgements: All cases, those that count first.
+        held_out: All cases, those that count first.
         counted: How many of them count.
     """
     from matplotlib.figure import Figure
@@ -28,21 +28,17 @@ def plot_backtest(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
     figure = Figure(figsize=(7.2, 6.4), layout="constrained")
     axes = figure.subplots()
     figure.suptitle("Step time: predicted against measured", fontweight="bold")
-    axes.set_title(verdict_text(judgements[:counted]), fontsize="x-small", color=GRAY, wrap=True)
-    places: dict[str, list[Judgement]] = {}
-    for judgement in judgements:
-        labels = judgement.case.labels
+    axes.set_title(summary_text(held_out[:counted]), fontsize="x-small", color=GRAY, wrap=True)
+    places: dict[str, list[HeldOutPrediction]] = {}
+    for each in held_out:
+        labels = each.case.labels
         ranks = f"{labels['ranks']} rank{'' if labels['ranks'] == '1' else 's'}"
-        places.setdefault(f"{ranks}, {labels['link']}", []).append(judgement)
+        places.setdefault(f"{ranks}, {labels['link']}", []).append(each)
     for index, (place, group) in enumerate(places.items()):
-        measured = [judgement.case.measured_s for judgement in group]
-        predicted = [judgement.predicted.value for judgement in group]
-        below = [
-            judgement.predicted.value - (judgement.predicted.low or 0.0) for judgement in group
-        ]
-        above = [
-            (judgement.predicted.high or 0.0) - judgement.predicted.value for judgement in group
-        ]
+        measured = [each.case.measured_s for each in group]
+        predicted = [each.predicted.value for each in group]
+        below = [each.predicted.value - (each.predicted.low or 0.0) for each in group]
+        above = [(each.predicted.high or 0.0) - each.predicted.value for each in group]
         axes.errorbar(
             measured,
             predicted,
@@ -55,7 +51,7 @@ def plot_backtest(judgements: Sequence[Judgement], *, counted: int) -> "Figure":
             elinewidth=0.7,
             label=f"{place} ({len(group)})",
         )
-    everything = [judgement.case.measured_s for judgement in judgements]
+    everything = [each.case.measured_s for each in held_out]
     ends = [0.8 * min(everything), 1.25 * max(everything)]
     axes.plot(ends, ends, color=GRAY, linewidth=1, label="predicted = measured")
     axes.fill_between(

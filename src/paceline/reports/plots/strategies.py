@@ -97,7 +97,7 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
             best = balanced_bucket_bytes(
                 total_bytes=metrics["gradient_bytes"].value,
                 bytes_per_s=metrics["algorithm_bandwidth_bytes_per_s"].value,
-                call_s=metrics["latency_s"].value,
+                latency_s=metrics["latency_s"].value,
             )
             label = f"sqrt(s w o) = {best / MIB:.2g} MiB"
             axes.axvline(best / MIB, color=COLORS[3], linestyle=":", label=label)

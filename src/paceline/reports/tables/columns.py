@@ -273,8 +273,8 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
                 metrics[0], lambda value: three_digits(value * 1e3)
             ),
         ),
-        _sum_column("computing", "products_s", "attention_s", "stream_s", "calls_s"),
-        _sum_column("optimizer", "optimizer_s", "handling_s"),
+        _sum_column("computing", "matmul_s", "attention_s", "elementwise_s", "launch_s"),
+        _sum_column("optimizer", "optimizer_s", "bucket_copy_s"),
         _sum_column("contention", "contention_s"),
         _sum_column("exposed", "exposed_s"),
     ),

@@ -32,20 +32,20 @@ def test_the_timeline_is_the_recurrence(buckets: list[tuple[float, float]]) -> N
 @given(
     total_bytes=st.floats(1e6, 1e10),
     bytes_per_s=st.floats(1e7, 1e11),
-    call_s=st.floats(1e-6, 1e-2),
+    latency_s=st.floats(1e-6, 1e-2),
     backward_s=st.floats(1e-3, 10),
     num_buckets=st.integers(1, 500),
 )
 def test_the_closed_form_is_the_timeline_of_equal_buckets(
-    total_bytes: float, bytes_per_s: float, call_s: float, backward_s: float, num_buckets: int
+    total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float, num_buckets: int
 ) -> None:
     ready = np.arange(1, num_buckets + 1) * backward_s / num_buckets
-    communication = np.full(num_buckets, call_s + total_bytes / num_buckets / bytes_per_s)
+    communication = np.full(num_buckets, latency_s + total_bytes / num_buckets / bytes_per_s)
     timeline = overlap_timeline(ready, communication, backward_s)
     closed = exposed_s(
         total_bytes=total_bytes,
         bytes_per_s=bytes_per_s,
-        call_s=call_s,
+        latency_s=latency_s,
         backward_s=backward_s,
         num_buckets=num_buckets,
     )
@@ -55,16 +55,16 @@ def test_the_closed_form_is_the_timeline_of_equal_buckets(
 @given(
     total_bytes=st.floats(1e6, 1e10),
     bytes_per_s=st.floats(1e7, 1e11),
-    call_s=st.floats(1e-5, 1e-2),
+    latency_s=st.floats(1e-5, 1e-2),
     backward_s=st.floats(1e-3, 10),
 )
 def test_no_other_number_of_buckets_is_better(
-    total_bytes: float, bytes_per_s: float, call_s: float, backward_s: float
+    total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float
 ) -> None:
     given_ = {
         "total_bytes": total_bytes,
         "bytes_per_s": bytes_per_s,
-        "call_s": call_s,
+        "latency_s": latency_s,
         "backward_s": backward_s,
     }
     best = optimal_num_buckets(**given_)
@@ -74,7 +74,7 @@ def test_no_other_number_of_buckets_is_better(
 
 
 def test_the_balanced_case_of_the_courses() -> None:
-    line = {"total_bytes": 4e8, "bytes_per_s": 1e10, "call_s": 1e-4}
+    line = {"total_bytes": 4e8, "bytes_per_s": 1e10, "latency_s": 1e-4}
     # sqrt(s w o) = sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes: 20 buckets, and 2 sqrt(s o / w) = 4 ms.
     assert balanced_bucket_bytes(**line) == pytest.approx(2e7)
     assert float(balanced_overhead_s(**line, num_buckets=20)) == pytest.approx(4e-3)

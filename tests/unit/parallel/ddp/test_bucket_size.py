@@ -26,20 +26,20 @@ def _arrivals(backward_s: float) -> list[float]:
     return [backward_s * (NUM_LAYERS - i) / NUM_LAYERS for i in range(NUM_LAYERS)]
 
 
-def _cost(call_s: float, bytes_per_s: float, start_s: float = 0.0) -> GroupCost:
+def _cost(latency_s: float, bytes_per_s: float, start_s: float = 0.0) -> GroupCost:
     sizes = [2**power for power in range(12, 27, 2)]
-    samples = {size: [call_s + size / bytes_per_s] * 3 for size in sizes}
+    samples = {size: [latency_s + size / bytes_per_s] * 3 for size in sizes}
     return GroupCost(fit=fit_collective(samples), start_s=start_s)
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    call_s=st.floats(1e-5, 5e-2), bytes_per_s=st.floats(1e7, 1e10), backward_s=st.floats(0.01, 5)
+    latency_s=st.floats(1e-5, 5e-2), bytes_per_s=st.floats(1e7, 1e10), backward_s=st.floats(0.01, 5)
 )
 def test_no_other_candidate_is_predicted_to_be_better(
-    call_s: float, bytes_per_s: float, backward_s: float
+    latency_s: float, bytes_per_s: float, backward_s: float
 ) -> None:
-    cost = _cost(call_s, bytes_per_s)
+    cost = _cost(latency_s, bytes_per_s)
     arrivals = _arrivals(backward_s)
     choice = choose_bucket_size(_tensors(), arrivals, cost)
     for size in CANDIDATES_MB:

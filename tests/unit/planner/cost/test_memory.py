@@ -200,7 +200,7 @@ def test_full_recomputation_holds_a_block_again() -> None:
 
 
 @pytest.mark.parametrize(("interleave", "blocks"), [(1, 12), (3, 12 * (1 + 3 / 12))])
-def test_micro_batches_under_way(interleave: int, blocks: float) -> None:
+def test_micro_batches_in_flight(interleave: int, blocks: float) -> None:
     one = layout_activation_bytes(Layouts.of([ParallelLayout()]), WORKLOAD) / 12
     layout = ParallelLayout(pipeline=4, pipeline_interleave=interleave)
     many = dataclasses.replace(WORKLOAD, num_micro_batches=64)

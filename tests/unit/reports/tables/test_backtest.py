@@ -4,16 +4,16 @@ import itertools
 import pathlib
 
 from paceline.core.plan import Estimate
-from paceline.prediction.backtest import GROUPS, Case, Judgement
+from paceline.prediction.backtest import GROUPS, BacktestCase, HeldOutPrediction
 from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.style import save_figure
-from paceline.reports.tables.backtest import backtest_table, verdict_text
+from paceline.reports.tables.backtest import backtest_table, summary_text
 
 
-def _judgement(strategy: str, link: str, predicted_s: float) -> Judgement:
+def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction:
     """Returns a case of one second, whose interval is a tenth of the prediction."""
-    return Judgement(
-        case=Case(
+    return HeldOutPrediction(
+        case=BacktestCase(
             labels={"ranks": "2", "link": link, "strategy": strategy, "model": "small"},
             terms={term: 0.1 for group in GROUPS.values() for term in group},
             measured_s=1.0,
@@ -22,8 +22,8 @@ def _judgement(strategy: str, link: str, predicted_s: float) -> Judgement:
     )
 
 
-JUDGEMENTS = [
-    _judgement(strategy, link, predicted_s)
+HELD_OUT = [
+    _held_out(strategy, link, predicted_s)
     for (strategy, link), predicted_s in zip(
         itertools.product(("flat", "sharded"), ("loopback", "1 Gbit/s")),
         (1.02, 0.95, 1.05, 1.3),
@@ -33,7 +33,7 @@ JUDGEMENTS = [
 
 
 def test_every_strategy_at_every_place_has_a_row() -> None:
-    table = backtest_table([*JUDGEMENTS, _judgement("flat", "loopback", 0.5)], counted=4)
+    table = backtest_table([*HELD_OUT, _held_out("flat", "loopback", 0.5)], counted=4)
     assert [row[:3] for row in table.rows] == [
         ("2", "loopback", "flat"),
         ("2", "1 Gbit/s", "flat"),
@@ -47,27 +47,27 @@ def test_every_strategy_at_every_place_has_a_row() -> None:
 
 
 def test_groups_are_left_out_together_where_enough_others_are_left() -> None:
-    few = backtest_table(JUDGEMENTS, counted=4)
+    few = backtest_table(HELD_OUT, counted=4)
     assert len(few.notes) == 1
-    many = backtest_table(JUDGEMENTS * 6, counted=24)
+    many = backtest_table(HELD_OUT * 6, counted=24)
     # There is one model only, so without it there would be nothing to learn from.
     assert [note.split(",")[0] for note in many.notes[1:]] == [
         "with all cases of a link left out together"
     ]
 
 
-def test_the_verdict_is_a_sentence() -> None:
-    text = verdict_text(JUDGEMENTS)
+def test_the_summary_is_a_sentence() -> None:
+    text = summary_text(HELD_OUT)
     assert text.startswith("4 cases: the median of absolute errors is 5.0%, nine in ten are below")
     assert text.endswith("the 90% interval, ±10% wide, holds 75% of the measurements")
 
 
 def test_the_picture_shows_every_place(tmp_path: pathlib.Path) -> None:
-    figure = plot_backtest(JUDGEMENTS, counted=4)
+    figure = plot_backtest(HELD_OUT, counted=4)
     (axes,) = figure.axes
     legend = axes.get_legend()
     assert legend is not None
     texts = {text.get_text() for text in legend.get_texts()}
     assert {"2 ranks, loopback (2)", "2 ranks, 1 Gbit/s (2)", "within 20%"} <= texts
     assert axes.get_xlabel() == "measured step time (s)"
-    assert all(path.stat().st_size for path in save_figure(figure, tmp_path, "ledger"))
+    assert all(path.stat().st_size for path in save_figure(figure, tmp_path, "backtest"))

@@ -14,7 +14,7 @@ _FLOAT32_BYTES = 4
 _PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
 
 
-class Message(NamedTuple):
+class GradientCollective(NamedTuple):
     """One message of a step."""
 
     operation: Operation
@@ -23,12 +23,12 @@ class Message(NamedTuple):
     """Whose gradients, by their places in the model's list; none for what is told beside them."""
 
 
-def gradient_messages(
+def gradient_collectives(
     strategy: StrategyName,
     parameter_sizes: Sequence[int],
     world_size: int,
     bucket_size_mb: float | None = None,
-) -> list[Message]:
+) -> list[GradientCollective]:
     """Returns the messages of a step in float32, in the order of their launch.
 
     Args:
@@ -44,7 +44,9 @@ def gradient_messages(
     if strategy == "torch_ddp":
         sizes = [_FLOAT32_BYTES * parameter_sizes[place] for place in places]
         return [
-            Message("all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group)
+            GradientCollective(
+                "all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group
+            )
             for group in divide_as_torch(places, sizes, cap_bytes)
         ]
     filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
@@ -59,7 +61,7 @@ def gradient_messages(
         return _to_owners(groups, parameter_sizes, world_size)
     # Behind the gradients, one number per parameter tells whether this rank has one.
     return [
-        Message(
+        GradientCollective(
             "all_reduce",
             _FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)),
             group,
@@ -70,11 +72,13 @@ def gradient_messages(
 
 def _to_owners(
     groups: Sequence[Sequence[int]], parameter_sizes: Sequence[int], world_size: int
-) -> list[Message]:
+) -> list[GradientCollective]:
     """Returns buckets filled up to equal shares, and what tells which gradients any rank has."""
     messages = []
     for group in groups:
         unit = [parameter_sizes[place] for place in group]
         share = cut_unit(unit, world_size, _FLOAT32_BYTES).share
-        messages.append(Message("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group))
-    return [*messages, Message("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ())]
+        messages.append(
+            GradientCollective("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group)
+        )
+    return [*messages, GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ())]

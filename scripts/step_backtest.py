@@ -1,7 +1,7 @@
-"""Predicts and measures steps on this machine, case by case, for the ledger of predictions.
+"""Predicts and measures steps on this machine, case by case, for the backtest of predictions.
 
-    python scripts/step_ledger.py results/step-ledger.jsonl
-    paceline plan ledger results/step-ledger.jsonl
+    python scripts/step_backtest.py results/step-backtest.jsonl
+    paceline plan backtest results/step-backtest.jsonl
 
 For every place (a rank alone, two on loopback, two on hosts with shaped links; the last needs root)
 and every model: calibrate, predict, and only then measure. Takes about 35 minutes on two cores.
