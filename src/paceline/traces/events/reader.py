@@ -7,10 +7,11 @@ decodes as a list of events proves the guess right, and if it does not, its even
 by one. Nothing is kept, so memory does not grow with the file.
 
 A file that was cut off, as by a job that was killed, gives the events before the cut. Anything else
-that is not a trace is an error with the place.
+that is not a trace is an error that names the byte.
 """
 
 import gzip
+import json
 import pathlib
 import re
 import zlib
@@ -31,14 +32,15 @@ _LIST_START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LONGEST_LIST_START = 256
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TAIL_BYTES = 2**16
-_SPACES = re.compile(rb"[\s,]*")
-_END_OF_FIRST = re.compile(r"trailing characters \(byte (\d+)\)")
-_MALFORMED_AT = re.compile(r"\(byte (\d+)\)")
-_TRUNCATED = "Input data was truncated"
+_SPACES = re.compile(r"[\s,]*")
+# From where a text stops being JSON to its end: a string, number or word whose end is missing.
+_CUT_OFF = re.compile(r'"(?:[^"\\]++|\\.)*+\\?|[\\\w.+-]*', re.DOTALL)
+# Only finds where an event ends: what is inside is checked for its form and kept small.
+_JSON = json.JSONDecoder(strict=False, parse_int=str, object_pairs_hook=len)
 
 
 class TraceError(PacelineError):
-    """A trace that cannot be read, naming file and place."""
+    """A trace that cannot be read, naming the file and the byte."""
 
 
 class EventArguments(msgspec.Struct, gc=False):
@@ -82,7 +84,7 @@ class TraceReader(Generic[_Kind]):
         """Whether the file ended before the list of events did; known at the end."""
         self.footer = b""
         """The beginning of what follows the list of events; known at the end."""
-        self._decode_one: Callable[[memoryview], _Kind] = msgspec.json.Decoder(kind).decode
+        self._decode_one: Callable[[bytes], _Kind] = msgspec.json.Decoder(kind).decode
         self._decode_list: Callable[[bytes], list[_Kind]] = msgspec.json.Decoder(
             list[kind]  # type: ignore[valid-type]
         ).decode
@@ -104,15 +106,16 @@ class TraceReader(Generic[_Kind]):
             return cast("BinaryIO", gzip.open(self.path, "rb"))
         return self.path.open("rb")
 
-    def _read(self, file: BinaryIO) -> bytes:
-        piece = file.read(_PIECE_BYTES)
+    def _read(self, file: BinaryIO, num_bytes: int = 0) -> bytes:
+        piece = file.read(max(num_bytes, _PIECE_BYTES))
         self.num_bytes += len(piece)
         return piece
 
     def _lists(self, file: BinaryIO) -> Iterator[list[_Kind]]:
         rest = self._skip_to_events(file)
         while True:
-            piece = self._read(file)
+            # At least as much again as is left: a long event is not looked through piece by piece.
+            piece = self._read(file, len(rest))
             events, rest, is_over = self._take(rest + piece)
             if events:
                 yield events
@@ -122,7 +125,7 @@ class TraceReader(Generic[_Kind]):
                 self.is_truncated = True
                 return
             if len(rest) > MAX_EVENT_BYTES:
-                raise self._error(rest, 0, f"an event of more than {MAX_EVENT_BYTES} bytes")
+                raise self._error(rest, f"an event of more than {MAX_EVENT_BYTES} bytes")
 
     def _skip_to_events(self, file: BinaryIO) -> bytes:
         head = self._read(file)
@@ -149,51 +152,45 @@ class TraceReader(Generic[_Kind]):
 
     def _take_one_by_one(self, data: bytes) -> tuple[list[_Kind], bytes, bool]:
         events: list[_Kind] = []
-        view = memoryview(data)
+        # Escaped, what is no UTF-8 becomes the same bytes again.
+        text = data.decode(errors="surrogateescape")
         position = 0
         while True:
-            spaces = _SPACES.match(data, position)
+            spaces = _SPACES.match(text, position)
             assert spaces is not None
             position = spaces.end()
-            if position == len(data):
+            if position == len(text):
                 return events, b"", False
-            if data[position : position + 1] == b"]":
-                self.footer = data[position + 1 :]
+            if text[position] == "]":
+                self.footer = _as_bytes(text[position + 1 :])
                 return events, b"", True
-            end = self._end_of_event(data, view, position)
+            end = self._end_of_event(text, position)
             if end is None:
-                return events, data[position:], False
+                return events, _as_bytes(text[position:]), False
             try:
-                events.append(self._decode_one(view[position:end]))
+                events.append(self._decode_one(_as_bytes(text[position:end])))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._error(data, position, f"not an event: {error}") from error
+                raise self._error(_as_bytes(text[position:]), f"not an event: {error}") from error
             position = end
 
-    def _end_of_event(self, data: bytes, view: memoryview, position: int) -> int | None:
-        """Returns where the event ends that begins here; None if that is not in the data."""
-        if data[position : position + 1] != b"{":
-            raise self._error(data, position, "an event is expected here")
+    def _end_of_event(self, text: str, position: int) -> int | None:
+        """Returns where the event ends that begins here; None if that is not in the text."""
+        if text[position] != "{":
+            raise self._error(_as_bytes(text[position:]), "an event is expected here")
         try:
-            _decode_raw(view[position:])
+            return _JSON.raw_decode(text, position)[1]
         except RecursionError as error:
-            raise self._error(data, position, "an event that is nested too deeply") from error
-        except msgspec.DecodeError as error:
-            message = str(error)
-            if message == _TRUNCATED:
+            deep = "an event that is nested too deeply"
+            raise self._error(_as_bytes(text[position:]), deep) from error
+        except json.JSONDecodeError as error:
+            if _CUT_OFF.fullmatch(text, error.pos):
                 return None
-            if match := _END_OF_FIRST.search(message):
-                return position + int(match[1]) - 1  # It has read that character already.
-            place = _MALFORMED_AT.search(message)
-            wrong = position + (int(place[1]) if place else 0)
-            if wrong >= len(data) - 1:
-                return None  # Such as a number that ends with its point.
-            raise self._error(data, wrong, _MALFORMED_AT.sub("", message).strip()) from error
-        return len(data)
+            raise self._error(_as_bytes(text[error.pos :]), error.msg) from error
 
-    def _error(self, data: bytes, position: int, problem: str) -> TraceError:
-        byte = self.num_bytes - len(data) + position
-        return TraceError(f"{self.path}: byte {byte}: {problem}")
+    def _error(self, rest: bytes, problem: str) -> TraceError:
+        """Returns an error at the first of the bytes that are left."""
+        return TraceError(f"{self.path}: byte {self.num_bytes - len(rest)}: {problem}")
 
 
-# Only finds the end of an object: what is inside is checked for its form and skipped.
-_decode_raw = msgspec.json.Decoder(msgspec.Raw).decode
+def _as_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")

@@ -66,6 +66,23 @@ def test_a_file_that_was_cut_off_gives_the_events_before(tmp_path: pathlib.Path)
     assert len(names) >= len(_SPANS) - 1
 
 
+def test_an_event_may_be_cut_off_at_any_byte(tmp_path: pathlib.Path) -> None:
+    event = (
+        r'{"name": "a\\\"\ud83d\ude00 \u00e9", "args": [-1.5e-07, true, null, {}] , "漢": 1E+5 }'
+    )
+    path = tmp_path / "cut.json"
+    whole = b'[{"name": "first"}, ' + event.encode()
+    for length in range(len(whole) - len(event.encode()), len(whole)):
+        path.write_bytes(whole[:length])
+        reader = TraceReader(path, AnyEvent)
+        assert [event["name"] for events in reader for event in events] == ["first"]
+        assert reader.is_truncated
+    # A fault before the cut is damage, whatever is missing after it.
+    path.write_bytes(whole[:-1].replace(b"true", b"tr e"))
+    with pytest.raises(TraceError, match=f"byte {whole.index(b'true')}: "):
+        list(TraceReader(path, AnyEvent))
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
