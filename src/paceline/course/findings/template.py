@@ -4,6 +4,8 @@ The figures of a message are those that the finding carries, written by the unit
 that the two cannot differ. Verdicts are of four words: less, more, alike, unknown.
 """
 
+from typing import NamedTuple
+
 from paceline.core.finding import Finding
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.reports.evidence.comparison import Ratio, Standing
@@ -16,19 +18,20 @@ _LARGEST_COUNT = 1e9
 
 
 def make_finding(
-    name: str, template: str, remedy: str = "", **values: float | str | Ratio | None
+    name: str, template: str, remedy: str = "", /, **values: float | str | Ratio | None
 ) -> Finding:
     """Fills a template.
 
     Args:
         name: Stable identifier.
-        template: One sentence with a field for each value that it tells.
+        template: One sentence with a field for each value that it tells; a field may have a format
+            of its own, such as ``{result:.4f}``.
         remedy: What to do about it.
         **values: Numbers and ratios, which are the figures, units in their names, None for what is
             unknown; and words.
     """
     figures: dict[str, float] = {}
-    texts: dict[str, str] = {}
+    texts: dict[str, object] = {}
     for key, value in values.items():
         if value is None:
             texts[key] = "unknown"
@@ -38,9 +41,17 @@ def make_finding(
             texts[key] = format_ratio(value)
             figures |= {key: value.value, f"{key}_low": value.low, f"{key}_high": value.high}
         else:
-            texts[key] = format_figure(key, value)
+            texts[key] = _Figure(key, value)
             figures[key] = value
     return Finding(name=name, message=template.format(**texts), remedy=remedy, figures=figures)
+
+
+class _Figure(NamedTuple):
+    name: str
+    value: float
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else format_figure(self.name, self.value)
 
 
 def format_ratio(ratio: Ratio) -> str:
