@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit
+from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
 from paceline.records import CaseValue
@@ -30,16 +31,6 @@ class Timed:
     """What its time is proportional to, nearly."""
     forward_s: float
     backward_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contention:
-    """What computing and communicating cost each other."""
-
-    lost_s_per_byte: float
-    """Seconds that computing loses to each byte that is sent meanwhile."""
-    slowdown: float
-    """How much longer messages take while computing goes on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segment
+from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.prediction.calibration import (
     Calibration,
-    Contention,
     Timed,
     attention_work,
     linear_work,

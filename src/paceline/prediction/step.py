@@ -1,21 +1,29 @@
-"""How long a data-parallel step takes on a calibrated machine, by what its time goes to.
+"""The time of a data-parallel step on a calibrated machine, by term.
 
-Computing is `paceline.prediction.compute`'s. What a strategy adds, with P parameters on n
+Forward and backward are `paceline.prediction.compute`'s. A strategy adds, with P parameters on n
 ranks:
 
-    optimizer     P, or P/n where its state is divided, times what a parameter's update takes
-    handling      passes over the gradients, into buckets and out of them
-    exposed       what is waited for: every message of naive and flat; of the others what is left
-                  when backward is over (`paceline.prediction.overlap_simulator`). With a
-                  sharded optimizer all parameters come back after its step; sharded containers
-                  send them bucket by bucket, and the next forward waits only where it must
-    contention    what computing loses to messages that go beside it, by the byte, and no more than
-                  it would lose by waiting for them; meanwhile they take longer, too
+    optimizer     P, or P/n where the optimizer state is sharded, times the update of a parameter
+    bucket copy   passes over the gradients, into buckets and out of them
+    exposed       communication that compute waits for: every collective of naive and flat; of the
+                  others what is left when backward is over. A sharded optimizer all-gathers all
+                  parameters after its step; sharded containers all-gather bucket by bucket, and
+                  the next forward waits only for the buckets that it needs
+    contention    compute time lost to collectives in flight, by the byte, and no more than waiting
+                  for them would take; they slow down, too
+
+The last two come from `paceline.accounting.communication.overlap_simulator`.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
+from paceline.accounting.communication.overlap_simulator import (
+    ComputeSegment,
+    OverlapResult,
+    Transfer,
+    simulate_overlap,
+)
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
@@ -23,12 +31,6 @@ from paceline.core.strategies import SHARDED_STATE, StrategyName
 from paceline.prediction.calibration import Calibration
 from paceline.prediction.collectives import GradientCollective, gradient_collectives
 from paceline.prediction.compute import ComputeTime, compute_time
-from paceline.prediction.overlap_simulator import (
-    ComputeSegment,
-    OverlapResult,
-    Transfer,
-    simulate_overlap,
-)
 
 PREDICTED: tuple[StrategyName, ...] = (
     *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
@@ -92,7 +94,7 @@ def strategy_step_terms(
         elif divides:
             simulated.append(_parameters(messages, computing, optimizer_s, calibration))
         lost_s = sum(lanes.lost_s for lanes in simulated)
-        exposed_s += sum(lanes.waited_s for lanes in simulated)
+        exposed_s += sum(lanes.exposed_s for lanes in simulated)
     return StepTerms(
         matmul_s=computing.total("matmul_s"),
         attention_s=computing.total("attention_s"),
@@ -122,7 +124,7 @@ def _gradients(
         if strategy not in _AFTER_BACKWARD and message.parameters:
             after = max(completed[place] for place in message.parameters)
         transfers.append(_transfer(message.operation, message.num_bytes, after, calibration))
-    return simulate_overlap(work, transfers, wait_for_all=True)
+    return simulate_overlap(work, transfers)
 
 
 def _parameters(

@@ -3,10 +3,10 @@
 from typing import Any
 
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segment
+from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.plan import Estimate
 from paceline.prediction.calibration import (
     Calibration,
-    Contention,
     Timed,
     attention_work,
     linear_work,

@@ -1,11 +1,10 @@
-"""How much of a step's communication backward can hide.
+"""How much of a step's communication backward can hide: closed forms of `overlap_simulator`.
 
-Gradients become ready in pieces while backward runs; each piece, a bucket, is communicated as
-soon as it is ready and the bucket before it has gone. `overlap_timeline` is the exact recurrence
-for given ready times; the rest are closed forms for buckets of equal size, whose gradients become
-ready evenly over backward.
+Gradients become ready bucket by bucket while backward runs; each bucket is communicated as soon as
+it is ready and the bucket before it has gone. The closed forms are for buckets of equal size, whose
+gradients become ready evenly over backward, without contention.
 
-Closed form. s bytes in n buckets, w bytes per second, o seconds per call, backward of T seconds.
+s bytes in n buckets, w bytes per second, a latency of o seconds, backward of T seconds.
 Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
 
 - If c <= T/n, the line is always free again in time, and only the last bucket is exposed:
@@ -17,45 +16,14 @@ The two meet where c = T/n, and the larger of both is the exposed time for every
 with n, the second is smallest at n = sqrt(T/o); the best n is the larger of that and of where the
 two meet, (T - s/w)/o. In the special case that backward takes exactly as long as the bytes
 (T = s/w), exposed = s/(nw) + no, which is smallest for n = sqrt(s/(wo)): buckets of sqrt(swo)
-bytes, and an overhead of 2 sqrt(so/w).
+bytes, and an overhead of 2 sqrt(so/w). With ever more buckets and no latency, the larger of both
+becomes max(0, s/w - T), the least that any division into buckets leaves exposed.
 """
-
-import dataclasses
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OverlapTimeline:
-    """When each bucket starts and ends, in seconds from the start of backward."""
-
-    start_s: Array
-    finish_s: Array
-    exposed_s: float
-    """From the end of backward to the end of the last bucket."""
-
-
-def overlap_timeline(
-    ready_s: npt.ArrayLike, communication_s: npt.ArrayLike, backward_s: float
-) -> OverlapTimeline:
-    """Plays the buckets through: one at a time, in order of their index.
-
-    Bucket k starts when it is ready and bucket k-1 has ended, which is never before the buckets
-    with a lower index are ready, so that all ranks agree on the order:
-    finish[k] = max(ready[k], finish[k-1]) + communication[k].
-    """
-    ready = np.asarray(ready_s, dtype=np.float64)
-    communication = np.asarray(communication_s, dtype=np.float64)
-    # Unrolled: finish[k] = max over j <= k of ready[j] + communication[j] + ... + [k].
-    total = np.cumsum(communication)
-    finish = total + np.maximum.accumulate(ready - (total - communication))
-    last = float(finish[-1]) if finish.size else 0.0
-    return OverlapTimeline(
-        start_s=finish - communication, finish_s=finish, exposed_s=max(0.0, last - backward_s)
-    )
 
 
 def exposed_s(
@@ -70,6 +38,11 @@ def exposed_s(
     n = np.asarray(num_buckets, dtype=np.float64)
     line_s = total_bytes / bytes_per_s
     return np.maximum(latency_s + line_s / n, backward_s / n + n * latency_s + line_s - backward_s)
+
+
+def least_exposed_s(communication_s: npt.ArrayLike, compute_s: npt.ArrayLike) -> Array:
+    """Exposed seconds with many buckets and no latency: what compute cannot hide."""
+    return np.maximum(np.subtract(communication_s, compute_s), 0.0)
 
 
 def optimal_num_buckets(

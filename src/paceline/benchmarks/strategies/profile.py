@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from paceline.accounting.communication.overlap import overlap_timeline
+from paceline.accounting.communication.overlap_simulator import simulate_buckets
 from paceline.benchmarks.harness.devices import current_environment
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks
@@ -150,11 +150,15 @@ def _predicted(
     # What was sent later was ready when backward was over, and waited for its turn.
     ready_s = [min(bucket.launch_s, stats.backward_s) for bucket in stats.buckets]
     communication_s = [cost.fit.time_s(bucket.num_bytes) for bucket in stats.buckets]
-    timeline = overlap_timeline(ready_s, communication_s, stats.backward_s)
+    timeline = simulate_buckets(ready_s, communication_s, stats.backward_s)
     return {
         EXPOSED: Metric(value=timeline.exposed_s),
-        "message_start_s": Metric.from_samples((timeline.start_s + backward_start_s).tolist()),
-        "message_end_s": Metric.from_samples((timeline.finish_s + backward_start_s).tolist()),
+        "message_start_s": Metric.from_samples(
+            [start_s + backward_start_s for start_s in timeline.start_s]
+        ),
+        "message_end_s": Metric.from_samples(
+            [finish_s + backward_start_s for finish_s in timeline.finish_s]
+        ),
     }
 
 

@@ -22,9 +22,10 @@ and per step
                   beside does not hide them; `hidden` is the share of a pass that can
     optimizer     bytes that updating one's own parameters reads and writes, over bandwidth
 
-Selective recomputation repeats attention's products and its softmax, where scores are stored. It
-is a model to compare layouts by; `paceline.accounting.communication.overlap` simulates the buckets
-of one.
+Selective recomputation repeats attention's matmuls and its softmax, where scores are stored. It is
+a model to compare layouts by: exposed communication is the limit of many buckets without latency
+(`least_exposed_s`), in closed form because a million layouts take two seconds that way.
+`paceline.accounting.communication.overlap_simulator` simulates the buckets of one.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from paceline.accounting.communication.collectives import Numbers
+from paceline.accounting.communication.overlap import least_exposed_s
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.planner.cost.communication import (
@@ -219,11 +221,8 @@ def _exposed_s(
     in_backward = np.where(every_pass, gathered, 0.0)
     in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
 
-    def exposed(sent: Any, window: Any) -> Any:
-        return np.maximum(sent - window, 0.0)
-
     return (
-        exposed(gathered, forward) * np.where(every_pass, passes, 1)
-        + exposed(in_other_backwards, backward) * (passes - 1)
-        + exposed(in_backward + gradients, backward)
+        least_exposed_s(gathered, forward) * np.where(every_pass, passes, 1)
+        + least_exposed_s(in_other_backwards, backward) * (passes - 1)
+        + least_exposed_s(in_backward + gradients, backward)
     )

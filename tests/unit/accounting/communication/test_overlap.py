@@ -8,25 +8,8 @@ from paceline.accounting.communication.overlap import (
     balanced_overhead_s,
     exposed_s,
     optimal_num_buckets,
-    overlap_timeline,
 )
-
-_SECONDS = st.floats(0, 10)
-_BUCKETS = st.lists(st.tuples(_SECONDS, _SECONDS), max_size=20)
-
-
-@given(_BUCKETS)
-def test_the_timeline_is_the_recurrence(buckets: list[tuple[float, float]]) -> None:
-    ready = [ready for ready, _ in buckets]
-    communication = [seconds for _, seconds in buckets]
-    timeline = overlap_timeline(ready, communication, 5.0)
-    finish = 0.0
-    for index in range(len(buckets)):
-        start = max(ready[index], finish)
-        finish = start + communication[index]
-        assert timeline.start_s[index] == pytest.approx(start, abs=1e-9)
-        assert timeline.finish_s[index] == pytest.approx(finish, abs=1e-9)
-    assert timeline.exposed_s == pytest.approx(max(0.0, finish - 5.0), abs=1e-9)
+from paceline.accounting.communication.overlap_simulator import simulate_buckets
 
 
 @given(
@@ -36,12 +19,12 @@ def test_the_timeline_is_the_recurrence(buckets: list[tuple[float, float]]) -> N
     backward_s=st.floats(1e-3, 10),
     num_buckets=st.integers(1, 500),
 )
-def test_the_closed_form_is_the_timeline_of_equal_buckets(
+def test_the_closed_form_is_the_simulation_of_equal_buckets(
     total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float, num_buckets: int
 ) -> None:
-    ready = np.arange(1, num_buckets + 1) * backward_s / num_buckets
-    communication = np.full(num_buckets, latency_s + total_bytes / num_buckets / bytes_per_s)
-    timeline = overlap_timeline(ready, communication, backward_s)
+    ready = [index * backward_s / num_buckets for index in range(1, num_buckets)]
+    transfers = [latency_s + total_bytes / num_buckets / bytes_per_s] * num_buckets
+    simulated = simulate_buckets([*ready, backward_s], transfers, backward_s)
     closed = exposed_s(
         total_bytes=total_bytes,
         bytes_per_s=bytes_per_s,
@@ -49,7 +32,7 @@ def test_the_closed_form_is_the_timeline_of_equal_buckets(
         backward_s=backward_s,
         num_buckets=num_buckets,
     )
-    assert float(closed) == pytest.approx(timeline.exposed_s, rel=1e-6, abs=1e-9)
+    assert float(closed) == pytest.approx(simulated.exposed_s, rel=1e-6, abs=1e-9)
 
 
 @given(

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting.communication.alpha_beta_fit import fit_collective
-from paceline.accounting.communication.overlap import overlap_timeline
+from paceline.accounting.communication.overlap_simulator import simulate_buckets
 from paceline.core.units import MIB
 from paceline.parallel.buckets import TensorSpec, plan_buckets
 from paceline.parallel.ddp.bucket_size import (
@@ -46,7 +46,7 @@ def test_no_other_candidate_is_predicted_to_be_better(
         plans = plan_buckets(_tensors(), size * MIB)
         ready = [max(arrivals[slot.tensor] for slot in plan.slots) for plan in plans]
         times = [cost.fit.time_s(plan.message_bytes(None)) for plan in plans]
-        exposed = overlap_timeline(ready, times, backward_s).exposed_s
+        exposed = simulate_buckets(ready, times, backward_s).exposed_s
         assert choice.candidates[size].exposed_s == exposed
         assert choice.candidates[choice.bucket_size_mb].exposed_s <= exposed
 

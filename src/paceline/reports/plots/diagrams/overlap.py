@@ -66,7 +66,7 @@ def plot_designs() -> "Figure":
     """Draws the four containers for a model of eight equal layers, as the recurrence plays them."""
     from matplotlib.figure import Figure
 
-    from paceline.accounting.communication.overlap import overlap_timeline
+    from paceline.accounting.communication.overlap_simulator import simulate_buckets
 
     num_layers, line, call = 8, 0.4, 0.8
     layers = list(range(num_layers, 0, -1))
@@ -91,7 +91,7 @@ def plot_designs() -> "Figure":
     ):
         ready = [num_layers + 1 - min(message) if early else num_layers for message in messages]
         seconds = [call + line * len(message) for message in messages]
-        timeline = overlap_timeline(ready, seconds, num_layers)
+        timeline = simulate_buckets(ready, seconds, num_layers)
         communication = [
             Span(start=start, end=end, label=_layers_text(message), group=index)
             for index, (message, start, end) in enumerate(
