@@ -114,8 +114,6 @@ def _cases(command: PlanStepCommand, world_size: int) -> "Iterator[PredictedCase
 def run_backtest(command: BacktestCommand) -> int:
     """Predicts every case by what the others teach."""
     from paceline.prediction.backtest import leave_one_out, predict_held_out, summarize
-    from paceline.reports.plots.backtest import plot_backtest
-    from paceline.reports.plots.style import save_as
     from paceline.reports.tables.backtest import backtest_table
     from paceline.reports.tables.table import render_rich
 
@@ -131,6 +129,9 @@ def run_backtest(command: BacktestCommand) -> int:
     else:
         stdout_console().print(render_rich(backtest_table(held_out, counted=len(cases))))
     if command.figure is not None:
+        from paceline.reports.plots.backtest import plot_backtest
+        from paceline.reports.plots.style import save_as
+
         save_as(plot_backtest(held_out, counted=len(cases)), command.figure)
     return 0
 

@@ -2,16 +2,14 @@
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import matplotlib
 import msgspec
+from matplotlib.figure import Figure
 
 from paceline.records import CaseValue, Record
 from paceline.reports.document.model import Picture
 from paceline.reports.plots.registry import draw
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def draw_picture(plot: str, records: Sequence[Record], name: str, description: str) -> Picture:
@@ -26,10 +24,8 @@ def draw_picture(plot: str, records: Sequence[Record], name: str, description: s
     return picture_of(draw(plot, [_plain(record) for record in records]), name, description)
 
 
-def picture_of(figure: "Figure", name: str, description: str) -> Picture:
+def picture_of(figure: Figure, name: str, description: str) -> Picture:
     """Turns a figure into SVG."""
-    import matplotlib
-
     output = io.BytesIO()
     # Without these, every drawing would differ from the last by its date and its identifiers.
     with matplotlib.rc_context({"svg.hashsalt": f"paceline {name}"}):

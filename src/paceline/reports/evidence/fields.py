@@ -74,6 +74,13 @@ def strategy_text(record: Record) -> str:
     return name if size is None else f"{name} {field_text('bucket_size_mb', size)}"
 
 
+def strategy_case(record: Record, varying: Sequence[str]) -> str:
+    """Names a record by its strategy and bucket size, and by whatever else varies."""
+    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
+    name = strategy_text(record)
+    return f"{name}, {describe_case(record, others)}" if others else name
+
+
 def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Record]]:
     """Groups measured records into lines of a picture: all that varies but the x axis.
 

@@ -4,21 +4,22 @@ One implementation is drawn as one picture, a line for each case; several are co
 one for each width and format, in which an implementation always has the same colour.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from paceline.core.specs import AttentionKind
 from paceline.core.units import MIB
 from paceline.records import Record
 from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
-from paceline.reports.plots.style import COLORS, GRAY, new_figure, subtitle
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, new_figure, subtitle
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_MARKERS = ("o", "s")
-_DASHES: tuple[Literal["-", "--"], ...] = ("-", "--")
+_LINES: tuple[tuple[str, Literal["-", "--"]], ...] = (("o", "-"), ("s", "--"))
+"""The marker and dashes of each metric."""
 _MARKER_SIZE = 4.0
 _IMPLEMENTATION_COLORS = dict(zip(get_args(AttentionKind), COLORS, strict=False))
 # Those that store no scores may keep the same to the byte: each shows around the next.
@@ -37,38 +38,53 @@ _MARK_HEIGHT = 0.05
 """Of a panel, for the row of marks of an implementation's cases without numbers."""
 
 
-def plot_attention_time(records: Sequence[Record]) -> "Figure":
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Quantity:
+    """What is drawn: two metrics on one axis."""
+
+    name: str
+    metrics: dict[str, str]
+    """The two metrics by their labels, the first solid and the second dashed."""
+    scale: float
+    """The factor from a metric's unit to the axis's."""
+    unit: str
+
+
+_TIME = _Quantity(
+    name="time",
+    metrics={"forward": "forward_time_s", "backward": "backward_time_s"},
+    scale=1e3,
+    unit="ms",
+)
+_MEMORY = _Quantity(
+    name="memory",
+    metrics={"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"},
+    scale=1 / MIB,
+    unit="MiB",
+)
+
+
+def plot_attention_time(records: Sequence[Record]) -> Figure:
     """Draws both passes by sequence length."""
-    metrics = {"forward": "forward_time_s", "backward": "backward_time_s"}
-    return _plot("time", records, metrics, scale=1e3, unit="time (ms)")
+    return _plot(_TIME, records)
 
 
-def plot_attention_memory(records: Sequence[Record]) -> "Figure":
+def plot_attention_memory(records: Sequence[Record]) -> Figure:
     """Draws the memory kept for backward and the peak by sequence length."""
-    metrics = {"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"}
-    return _plot("memory", records, metrics, scale=1 / MIB, unit="memory (MiB)")
+    return _plot(_MEMORY, records)
 
 
-def _plot(
-    subject: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
-) -> "Figure":
+def _plot(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     implementations = {record.case["implementation"] for record in records}
     if len(implementations) > 1:
-        return _plot_panels(f"Attention: {subject}", records, metrics, scale=scale, unit=unit)
+        return _plot_panels(quantity, records)
     name = "Attention that stores its scores" if implementations == {"naive"} else "Attention"
-    return _plot_lines(f"{name}: {subject}", records, metrics, scale=scale, unit=unit)
-
-
-def _plot_lines(
-    title: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
-) -> "Figure":
-    figure, axes = new_figure(title, records)
+    figure, axes = new_figure(f"{name}: {quantity.name}", records)
     for index, (name, chosen) in enumerate(split_series(records, "context").items()):
-        color = COLORS[index % len(COLORS)]
-        _draw_line(axes, chosen, metrics, color, scale=scale, name=name)
+        _draw_line(axes, chosen, quantity, COLORS[index % len(COLORS)], name)
     _set_length_axis(axes, records)
     axes.set_xlabel("sequence length (tokens)")
-    axes.set_ylabel(unit)
+    axes.set_ylabel(f"{quantity.name} ({quantity.unit})")
     unmeasured = {
         case_number(record, "context"): record.outcome.replace("_", " ")
         for record in records
@@ -92,20 +108,18 @@ def _plot_lines(
 
 
 def _draw_line(
-    axes: "Axes",
+    axes: Axes,
     chosen: Sequence[Record],
-    metrics: dict[str, str],
+    quantity: _Quantity,
     color: str,
-    *,
-    scale: float,
     name: str,
     marker_size: float = _MARKER_SIZE,
 ) -> None:
     """Draws one line for each metric of records that are in order of their length."""
-    for marker, dashes, (label, metric) in zip(_MARKERS, _DASHES, metrics.items(), strict=True):
+    for (marker, dashes), (label, metric) in zip(_LINES, quantity.metrics.items(), strict=True):
         axes.plot(
             [case_number(record, "context") for record in chosen],
-            [record.metrics[metric].value * scale for record in chosen],
+            [record.metrics[metric].value * quantity.scale for record in chosen],
             marker=marker,
             linestyle=dashes,
             color=color,
@@ -114,7 +128,7 @@ def _draw_line(
         )
 
 
-def _set_length_axis(axes: "Axes", records: Sequence[Record]) -> None:
+def _set_length_axis(axes: Axes, records: Sequence[Record]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({case_number(record, "context") for record in records})
@@ -122,36 +136,31 @@ def _set_length_axis(axes: "Axes", records: Sequence[Record]) -> None:
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
 
 
-def _plot_panels(
-    title: str, records: Sequence[Record], metrics: dict[str, str], *, scale: float, unit: str
-) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _plot_panels(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     panels = _split_panels(records)
     num_columns = _num_columns(records, len(panels))
     num_rows = -(-len(panels) // num_columns)
     width = max(_SMALLEST_WIDTH_INCHES, _LEGEND_INCHES + _PANEL_INCHES[0] * num_columns)
-    figure = Figure(figsize=(width, 1.6 + _PANEL_INCHES[1] * num_rows), layout="constrained")
-    figure.suptitle(title, fontweight="bold")
+    size = (width, 1.6 + _PANEL_INCHES[1] * num_rows)
+    figure = blank_figure(f"Attention: {quantity.name}", size)
     grid = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
     for axes, (name, chosen) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(name, fontsize="small", loc="left")
         _set_length_axis(axes, records)
-        _draw_panel(axes, chosen, metrics, scale=scale)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+        _draw_panel(axes, chosen, quantity)
+        add_grid(axes, "y")
     _mark_unmeasured(list(grid.flat), list(panels.values()))
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
-        axes.set_ylabel(unit)
+        axes.set_ylabel(f"{quantity.name} ({quantity.unit})")
     for column in range(num_columns):
         lowest = grid[(len(panels) - 1 - column) // num_columns, column]
         lowest.set_xlabel("sequence length (tokens)", fontsize="small")
         lowest.tick_params(axis="x", labelbottom=True)
         crowded = len({record.case["context"] for record in records}) > _LENGTHS_SIDE_BY_SIDE
         lowest.tick_params(axis="x", rotation=90 if crowded else 0, labelsize="x-small")
-    _add_legend(figure, records, list(metrics))
+    _add_legend(figure, records, list(quantity.metrics))
     figure.supxlabel(subtitle(records), fontsize="x-small", color=GRAY)
     return figure
 
@@ -178,19 +187,17 @@ def _num_columns(records: Sequence[Record], num_panels: int) -> int:
     return min(_MOST_COLUMNS, num_widths if num_widths > 1 else num_panels)
 
 
-def _draw_panel(
-    axes: "Axes", records: Sequence[Record], metrics: dict[str, str], *, scale: float
-) -> None:
+def _draw_panel(axes: Axes, records: Sequence[Record], quantity: _Quantity) -> None:
     ordered = sorted(records, key=lambda record: case_number(record, "context"))
     for name, color in _IMPLEMENTATION_COLORS.items():
         measured = [
             record for record in ordered if record.metrics and record.case["implementation"] == name
         ]
         size = _IMPLEMENTATION_MARKER_SIZES.get(name, _MARKER_SIZE)
-        _draw_line(axes, measured, metrics, color, scale=scale, name=name, marker_size=size)
+        _draw_line(axes, measured, quantity, color, name, size)
 
 
-def _mark_unmeasured(grid: "Sequence[Axes]", panels: Sequence[Sequence[Record]]) -> None:
+def _mark_unmeasured(grid: Sequence[Axes], panels: Sequence[Sequence[Record]]) -> None:
     """Marks cases without numbers along the top, in a row for each implementation that has some.
 
     The panels share an axis, so making room in one makes it in all.
@@ -217,10 +224,8 @@ def _mark_unmeasured(grid: "Sequence[Axes]", panels: Sequence[Sequence[Record]])
             )
 
 
-def _add_legend(figure: "Figure", records: Sequence[Record], labels: Sequence[str]) -> None:
+def _add_legend(figure: Figure, records: Sequence[Record], labels: Sequence[str]) -> None:
     """Says once for all panels what colours, dashes and crosses are."""
-    from matplotlib.lines import Line2D
-
     present = {record.case["implementation"] for record in records}
     handles = [
         Line2D([], [], color=color, linewidth=4, label=name)
@@ -229,7 +234,7 @@ def _add_legend(figure: "Figure", records: Sequence[Record], labels: Sequence[st
     ]
     handles += [
         Line2D([], [], color=GRAY, marker=marker, linestyle=dashes, ms=4, label=label)
-        for marker, dashes, label in zip(_MARKERS, _DASHES, labels, strict=True)
+        for (marker, dashes), label in zip(_LINES, labels, strict=True)
     ]
     outcomes = dict.fromkeys(
         record.outcome.replace("_", " ") for record in records if not record.metrics

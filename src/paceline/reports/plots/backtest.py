@@ -1,33 +1,28 @@
 """Predicted steps against measured ones, as a picture."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter
 
 from paceline.prediction.backtest import HeldOutPrediction
-from paceline.reports.plots.style import COLORS, GRAY
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 from paceline.reports.tables.backtest import summary_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BAND = 0.2
 _TICKS = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> "Figure":
+def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Figure:
     """Draws every case with its interval; those inside of the band are at most a fifth off.
 
     Args:
         held_out: All cases, those that count first.
         counted: How many of them count.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullFormatter
-
-    figure = Figure(figsize=(7.2, 6.4), layout="constrained")
+    figure = blank_figure("Step time: predicted against measured", (7.2, 6.4))
     axes = figure.subplots()
-    figure.suptitle("Step time: predicted against measured", fontweight="bold")
     axes.set_title(summary_text(held_out[:counted]), fontsize="x-small", color=GRAY, wrap=True)
     places: dict[str, list[HeldOutPrediction]] = {}
     for each in held_out:
@@ -35,14 +30,14 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> "Fi
         ranks = f"{labels['ranks']} rank{'' if labels['ranks'] == '1' else 's'}"
         places.setdefault(f"{ranks}, {labels['link']}", []).append(each)
     for index, (place, group) in enumerate(places.items()):
-        measured = [each.case.measured_s for each in group]
-        predicted = [each.predicted.value for each in group]
-        below = [each.predicted.value - (each.predicted.low or 0.0) for each in group]
-        above = [(each.predicted.high or 0.0) - each.predicted.value for each in group]
+        predicted = [each.predicted for each in group]
         axes.errorbar(
-            measured,
-            predicted,
-            yerr=[below, above],
+            [each.case.measured_s for each in group],
+            [each.value for each in predicted],
+            yerr=[
+                [each.value - (each.low or 0.0) for each in predicted],
+                [(each.high or 0.0) - each.value for each in predicted],
+            ],
             fmt=_MARKERS[index % len(_MARKERS)],
             color=COLORS[index % len(COLORS)],
             ecolor="#cccccc",

@@ -1,7 +1,9 @@
 """Throughput of collectives by message size, beside what the line could carry."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from paceline.core.units import GB
 from paceline.records import Record
@@ -9,17 +11,12 @@ from paceline.records.links import find_link, is_loopback
 from paceline.reports.evidence.fields import case_number, split_series
 from paceline.reports.plots.style import COLORS, GRAY, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _ROOM = 2.0
 """Factor below the lowest and above the highest curve, so that equal bandwidths look equal."""
 
 
-def plot_communication(records: Sequence[Record]) -> "Figure":
+def plot_communication(records: Sequence[Record]) -> Figure:
     """Draws algorithm bandwidth by size, a curve per number of ranks, and the theoretical one."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     from paceline.accounting.communication.collectives import bus_factor
 
     figure, axes = new_figure("Throughput of collectives", records)

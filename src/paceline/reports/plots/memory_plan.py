@@ -1,37 +1,23 @@
 """Predicted memory of a training step at its three instants, stacked by what it is for."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from paceline.accounting.memory.step import MemoryParts
 from paceline.core.hardware import Device
-from paceline.core.units import (
-    format_gibibytes,
-    format_gigabytes,
-    to_gibibytes,
-    to_gigabytes,
-)
-from paceline.reports.plots.style import GRAY
+from paceline.core.units import format_gibibytes, format_gigabytes, to_gibibytes, to_gigabytes
+from paceline.reports.plots.style import GRAY, MEMORY_STYLES, blank_figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# From what is always there to what comes and goes; hatches tell them apart in grey.
-_PARTS = {
-    "parameters": ("#30435c", ""),
-    "optimizer_state": ("#5b7ba3", "///"),
-    "buffers": ("#cfd6df", ""),
-    "gradients": ("#d97b29", "\\\\\\"),
-    "activations": ("#8fbf9a", "..."),
-}
+_PARTS = ("parameters", "optimizer_state", "buffers", "gradients", "activations")
 _SIZE_INCHES = (7.5, 4.8)
 _HEADROOM = 1.12
 
 
 def plot_memory_plan(
     instants: Mapping[str, MemoryParts], *, title: str, device: Device | None = None
-) -> "Figure":
+) -> Figure:
     """Draws a bar per instant; with a device also a line at what it has.
 
     Args:
@@ -39,10 +25,7 @@ def plot_memory_plan(
         title: Of which step under which strategy.
         device: Whose memory it is to fit.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    figure.suptitle("Predicted memory of a training step", fontweight="bold")
+    figure = blank_figure("Predicted memory of a training step", _SIZE_INCHES)
     axes = figure.subplots()
     axes.set_title(title, fontsize="small", color=GRAY)
     highest = max(to_gibibytes(parts.total) for parts in instants.values())
@@ -69,10 +52,11 @@ def plot_memory_plan(
     return figure
 
 
-def _stack(axes: "Axes", instants: Mapping[str, MemoryParts]) -> None:
+def _stack(axes: Axes, instants: Mapping[str, MemoryParts]) -> None:
     names = [name.replace("_", " ") for name in instants]
     floors = [0.0] * len(names)
-    for part, (color, hatch) in _PARTS.items():
+    for part in _PARTS:
+        color, hatch = MEMORY_STYLES[part]
         heights = [to_gibibytes(getattr(parts, part)) for parts in instants.values()]
         axes.bar(
             names,

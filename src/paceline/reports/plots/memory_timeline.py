@@ -1,42 +1,29 @@
 """Memory over one training step, stacked by what it is for."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from paceline.core.units import GIB, MIB, format_binary_bytes
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paceline.core.units import format_binary_bytes
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.fields import describe_case, split_fields
-from paceline.reports.plots.style import GRAY, subtitle
+from paceline.reports.plots.style import GRAY, MEMORY_STYLES, blank_figure, memory_unit, subtitle
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# From what is always there to what comes and goes; hatches tell them apart in grey.
-_CATEGORIES = {
-    "parameters": ("#30435c", ""),
-    "optimizer_state": ("#5b7ba3", "///"),
-    "other": ("#cfd6df", ""),
-    "gradients": ("#d97b29", "\\\\\\"),
-    "activations": ("#8fbf9a", ""),
-    "temporary": ("#f0d26b", "..."),
-}
+_PARTS = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
 _PHASES = ("forward", "backward", "optimizer")
 _NARROW = 0.1
 """A phase that is a smaller part of the step has its name written upwards."""
 
 
-def plot_memory_timeline(records: Sequence[Record]) -> "Figure":
+def plot_memory_timeline(records: Sequence[Record]) -> Figure:
     """Draws a panel per step, all on one scale of memory."""
-    from matplotlib.figure import Figure
-
     chosen = [record for record in records if record.kind != PREDICTION and record.metrics]
     _shared, varying = split_fields(chosen)
-    figure = Figure(figsize=(8.0, 1.6 + 3.0 * len(chosen)), layout="constrained")
-    figure.suptitle("Memory over one training step", fontweight="bold")
+    figure = blank_figure("Memory over one training step", (8.0, 1.6 + 3.0 * len(chosen)))
     peak = max(record.metrics["peak_bytes"].value for record in chosen)
-    unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
+    unit, name = memory_unit(peak)
     panels = figure.subplots(len(chosen), sharey=True, squeeze=False)[:, 0]
     for axes, record in zip(panels, chosen, strict=True):
         _draw(axes, record, unit)
@@ -52,15 +39,15 @@ def plot_memory_timeline(records: Sequence[Record]) -> "Figure":
     return figure
 
 
-def _draw(axes: "Axes", record: Record, unit: int) -> None:
+def _draw(axes: Axes, record: Record, unit: int) -> None:
     metrics = record.metrics
     times = [1e3 * time for time in metrics["time_s"].samples]
     axes.stackplot(
         times,
-        [[value / unit for value in metrics[f"{name}_bytes"].samples] for name in _CATEGORIES],
-        labels=[name.replace("_", " ") for name in _CATEGORIES],
-        colors=[color for color, _ in _CATEGORIES.values()],
-        hatch=[hatch for _, hatch in _CATEGORIES.values()],
+        [[value / unit for value in metrics[f"{part}_bytes"].samples] for part in _PARTS],
+        labels=[part.replace("_", " ") for part in _PARTS],
+        colors=[MEMORY_STYLES[part][0] for part in _PARTS],
+        hatch=[MEMORY_STYLES[part][1] for part in _PARTS],
         edgecolor="white",
         linewidth=0.0,
         step="post",

@@ -1,14 +1,12 @@
 """Time of a traced step by kind of work, phase by phase."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from paceline.core.units import format_seconds
 from paceline.records import CaseValue, Record
-from paceline.reports.plots.style import COLORS, GRAY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _PHASES = ("forward", "backward", "optimizer")
 _REST = "the rest"
@@ -16,19 +14,16 @@ _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
 """They tell kinds apart in grey."""
 
 
-def plot_work(kinds: Sequence[Record], subject: str) -> "Figure":
+def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
     """Draws a bar for every phase, divided by kind of work.
 
     Args:
         kinds: All kinds of work of the phases of one step, without single operators.
         subject: What step it is.
     """
-    from matplotlib.figure import Figure
-
     phases = [phase for phase in _PHASES if any(each.case["range"] == phase for each in kinds)]
-    figure = Figure(figsize=(8.0, 1.8 + 0.6 * len(phases)), layout="constrained")
+    figure = blank_figure("Time of one step by kind of work", (8.0, 1.8 + 0.6 * len(phases)))
     axes = figure.subplots()
-    figure.suptitle("Time of one step by kind of work", fontweight="bold")
     # A dollar sign in a name must not begin a formula.
     axes.set_title(subject, fontsize="x-small", color=GRAY, parse_math=False)
     ends = dict.fromkeys(phases, 0.0)

@@ -1,26 +1,25 @@
 """What the memory of a step holds by strategy, measured and predicted."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from paceline.core.units import GIB, MIB, format_binary_bytes
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from paceline.core.units import format_binary_bytes
 from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
-from paceline.reports.evidence.fields import describe_case, split_fields, strategy_text
-from paceline.reports.plots.style import GRAY, subtitle
+from paceline.reports.evidence.fields import split_fields, strategy_case
+from paceline.reports.plots.style import (
+    GRAY,
+    MEMORY_STYLES,
+    add_grid,
+    blank_figure,
+    memory_unit,
+    subtitle,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# From what is always there to what comes and goes.
-_CATEGORIES = {
-    "parameters": "#30435c",
-    "optimizer_state": "#5b7ba3",
-    "gradients": "#d97b29",
-    "buffers": "#9a4c7a",
-    "activations": "#8fbf9a",
-}
+_PARTS = ("parameters", "optimizer_state", "gradients", "buffers", "activations")
 _INSTANTS = {
     "before_step": "before the optimizer step: peak of forward and backward",
     "after_step": "after the optimizer step: peak during it",
@@ -28,11 +27,8 @@ _INSTANTS = {
 _HEIGHT = 0.38
 
 
-def plot_optimizer_memory(records: Sequence[Record]) -> "Figure":
+def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
     """Draws a panel per instant: per strategy a measured bar and, hatched, the predicted one."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     measured = [record for record in records if record.kind != PREDICTION and record.metrics]
     predicted = {join_key(record): record for record in records if record.kind == PREDICTION}
     _shared, varying = split_fields(measured)
@@ -42,25 +38,24 @@ def plot_optimizer_memory(records: Sequence[Record]) -> "Figure":
         for instant in _INSTANTS
         if record.metrics
     )
-    unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
-    figure = Figure(figsize=(8.0, 2.0 + 1.1 * len(measured)), layout="constrained")
-    figure.suptitle("Memory of one training step by strategy", fontweight="bold")
+    unit, unit_name = memory_unit(most)
+    labels = [strategy_case(record, varying) for record in measured]
+    size = (8.0, 2.0 + 1.1 * len(measured))
+    figure = blank_figure("Memory of one training step by strategy", size)
     panels = figure.subplots(len(_INSTANTS), sharex=True)
     for axes, (instant, title) in zip(panels, _INSTANTS.items(), strict=True):
         for place, record in enumerate(measured):
             _draw_bar(axes, record, instant, place - _HEIGHT / 2, unit, hatch=None)
             if (prediction := predicted.get(join_key(record))) is not None:
                 _draw_bar(axes, prediction, instant, place + _HEIGHT / 2, unit, hatch="////")
-        axes.set_yticks(range(len(measured)), [_label(record, varying) for record in measured])
+        axes.set_yticks(range(len(measured)), labels)
         axes.invert_yaxis()
         axes.set_title(title, fontsize="small", loc="left")
         axes.set_xlim(0, 1.15 * most / unit)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        add_grid(axes, "x")
     panels[-1].set_xlabel(f"memory of the rank that holds most ({unit_name})")
     handles = [
-        Patch(facecolor=color, label=name.replace("_", " ")) for name, color in _CATEGORIES.items()
+        Patch(facecolor=MEMORY_STYLES[part][0], label=part.replace("_", " ")) for part in _PARTS
     ]
     if predicted:
         handles.append(Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="predicted"))
@@ -72,17 +67,17 @@ def plot_optimizer_memory(records: Sequence[Record]) -> "Figure":
 
 
 def _draw_bar(
-    axes: "Axes", record: Record, instant: str, place: float, unit: int, *, hatch: str | None
+    axes: Axes, record: Record, instant: str, place: float, unit: int, *, hatch: str | None
 ) -> None:
     left = 0.0
-    for name, color in _CATEGORIES.items():
-        width = record.metrics[f"{instant}_{name}_bytes"].value / unit
+    for part in _PARTS:
+        width = record.metrics[f"{instant}_{part}_bytes"].value / unit
         axes.barh(
             place,
             width,
             left=left,
             height=_HEIGHT,
-            color=color,
+            color=MEMORY_STYLES[part][0],
             hatch=hatch,
             edgecolor="white",
             linewidth=0.0,
@@ -92,10 +87,3 @@ def _draw_bar(
     axes.text(
         left, place, f" {format_binary_bytes(total)}", va="center", fontsize="x-small", color=GRAY
     )
-
-
-def _label(record: Record, varying: Sequence[str]) -> str:
-    """Names a pair of bars: strategy and bucket size, and whatever else varies."""
-    name = strategy_text(record)
-    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
-    return f"{name}, {describe_case(record, others)}" if others else name

@@ -1,7 +1,8 @@
 """The pictures by name, and which of them a set of records allows."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from paceline.core.errors import UsageError
 from paceline.records import Record
@@ -13,11 +14,8 @@ from paceline.reports.plots.step import plot_precision, plot_step_time, plot_war
 from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
 from paceline.reports.plots.traces import plot_timelines
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # Each plot with the kind of record it draws and the field that must vary for it to make sense.
-PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], "Figure"]]] = {
+PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] = {
     "step-time": ("step", None, plot_step_time),
     "warmup": ("step", "warmup", plot_warmup),
     "precision": ("step", "precision", plot_precision),
@@ -44,7 +42,7 @@ def drawable_plots(records: Sequence[Record]) -> list[str]:
     return names
 
 
-def draw(name: str, records: Sequence[Record]) -> "Figure":
+def draw(name: str, records: Sequence[Record]) -> Figure:
     """Draws one of `PLOTS` from those of the records that it is about."""
     kind, _field, plot = PLOTS[name]
     if not _measured(records, kind):

@@ -1,26 +1,20 @@
 """Pictures of training steps: phases side by side, and what warm-up does."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from paceline.records import Metric, Record
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paceline.records import Record
 from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
-from paceline.reports.plots.style import COLORS, new_figure
+from paceline.reports.plots.style import COLORS, PHASE_COLORS, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_PHASES = {
-    "forward": "forward_time_s",
-    "backward": "backward_time_s",
-    "optimizer": "optimizer_time_s",
-}
+_PHASES = ("forward", "backward", "optimizer")
 
 
 def plot_step_time(
     records: Sequence[Record], title: str = "Time of one training step by phase"
-) -> "Figure":
+) -> Figure:
     """Draws the phases of each step side by side, with the deviation of the samples."""
     figure, axes = new_figure(title, records)
     _phase_bars(axes, records)
@@ -28,12 +22,12 @@ def plot_step_time(
     return figure
 
 
-def plot_precision(records: Sequence[Record]) -> "Figure":
-    """Draws the phases of each step by number format."""
-    return plot_step_time(records, "Number formats compared")
+def plot_precision(records: Sequence[Record]) -> Figure:
+    """Draws the phases of each step by precision."""
+    return plot_step_time(records, "Time of one training step by precision")
 
 
-def plot_warmup(records: Sequence[Record]) -> "Figure":
+def plot_warmup(records: Sequence[Record]) -> Figure:
     """Draws every sample by the number of warm-up steps, and mean and deviation over them."""
     figure, axes = new_figure("What warm-up does to a measurement", records)
     series = split_series(records, "warmup")
@@ -65,10 +59,11 @@ def plot_warmup(records: Sequence[Record]) -> "Figure":
     return figure
 
 
-def _phase_bars(axes: "Axes", records: Sequence[Record]) -> None:
+def _phase_bars(axes: Axes, records: Sequence[Record]) -> None:
     _shared, varying = split_fields(records)
     width = 0.8 / len(_PHASES)
-    for index, (phase, metric) in enumerate(_PHASES.items()):
+    for index, phase in enumerate(_PHASES):
+        metric = f"{phase}_time_s"
         places = [place for place, record in enumerate(records) if metric in record.metrics]
         chosen = [records[place].metrics[metric] for place in places]
         if not chosen:
@@ -77,9 +72,13 @@ def _phase_bars(axes: "Axes", records: Sequence[Record]) -> None:
             [place + (index - 1) * width for place in places],
             [value.value * 1e3 for value in chosen],
             width,
-            yerr=[_deviation(value) * 1e3 for value in chosen],
+            # No time is negative, however far the samples spread.
+            yerr=[
+                [min(value.std or 0.0, value.value) * 1e3 for value in chosen],
+                [(value.std or 0.0) * 1e3 for value in chosen],
+            ],
             capsize=3,
-            color=COLORS[index],
+            color=PHASE_COLORS[phase],
             label=phase,
         )
     for place, record in enumerate(records):
@@ -93,7 +92,3 @@ def _phase_bars(axes: "Axes", records: Sequence[Record]) -> None:
     )
     axes.set_xlim(-0.6, len(records) - 0.4)
     axes.legend()
-
-
-def _deviation(metric: Metric) -> float:
-    return metric.std or 0.0

@@ -2,34 +2,25 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from paceline.core.units import MIB
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.fields import (
     case_number,
-    describe_case,
     split_fields,
     split_series,
-    strategy_text,
+    strategy_case,
 )
-from paceline.reports.plots.style import COLORS, GRAY, new_figure
+from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_PHASES = {
-    "forward": "forward_time_s",
-    "backward": "backward_time_s",
-    "exposed communication": "exposed_communication_s",
-    "optimizer": "optimizer_time_s",
-}
+_EXPOSED = "exposed_communication_s"
 _SAMPLES_WITH_QUARTILES = 4
-_PHASE_COLORS = (COLORS[0], COLORS[2], COLORS[1], COLORS[4])
 
 
-def plot_strategies(records: Sequence[Record]) -> "Figure":
+def plot_strategies(records: Sequence[Record]) -> Figure:
     """Draws a bar per strategy, divided into the phases of its step."""
     chosen = [record for record in records if record.kind != PREDICTION and record.metrics]
     figure, axes = new_figure("One training step by strategy", chosen)
@@ -37,13 +28,14 @@ def plot_strategies(records: Sequence[Record]) -> "Figure":
     figure.set_figheight(1.8 + 0.32 * len(chosen))
     places = range(len(chosen))
     left = [0.0] * len(chosen)
-    for (name, metric), color in zip(_PHASES.items(), _PHASE_COLORS, strict=True):
+    for name, color in PHASE_COLORS.items():
+        metric = _EXPOSED if name == "exposed communication" else f"{name}_time_s"
         # A strategy that gathers its parameters does not tell communication from backward.
         known = [record.metrics.get(metric) for record in chosen]
         widths = [0.0 if value is None else value.value * 1e3 for value in known]
         axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(places, [_label(record, varying) for record in chosen])
+    axes.set_yticks(places, [strategy_case(record, varying) for record in chosen])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", alpha=0.3)
@@ -52,7 +44,7 @@ def plot_strategies(records: Sequence[Record]) -> "Figure":
     return figure
 
 
-def plot_bucket_size(records: Sequence[Record]) -> "Figure":
+def plot_bucket_size(records: Sequence[Record]) -> Figure:
     """Draws exposed communication by bucket size: measured, predicted, and sqrt(s w o)."""
     from paceline.accounting.communication.overlap import balanced_bucket_bytes
 
@@ -65,14 +57,12 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
     ]
     # A store may hold other predictions of the same steps, of their time alone.
     predicted = [
-        record
-        for record in records
-        if record.kind == PREDICTION and "exposed_communication_s" in record.metrics
+        record for record in records if record.kind == PREDICTION and _EXPOSED in record.metrics
     ]
     figure, axes = new_figure("Exposed communication by bucket size", measured)
     axes.set_xscale("log")
     for index, (name, chosen) in enumerate(split_series(measured, "bucket_size_mb").items()):
-        medians = [record.metrics["exposed_communication_s"].value * 1e3 for record in chosen]
+        medians = [record.metrics[_EXPOSED].value * 1e3 for record in chosen]
         axes.errorbar(
             [case_number(record, "bucket_size_mb") for record in chosen],
             medians,
@@ -87,7 +77,7 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
         predicted.sort(key=lambda record: case_number(record, "bucket_size_mb"))
         axes.plot(
             [case_number(record, "bucket_size_mb") for record in predicted],
-            [record.metrics["exposed_communication_s"].value * 1e3 for record in predicted],
+            [record.metrics[_EXPOSED].value * 1e3 for record in predicted],
             "--",
             color=GRAY,
             label="bucketed: predicted by the recurrence",
@@ -108,15 +98,8 @@ def plot_bucket_size(records: Sequence[Record]) -> "Figure":
     return figure
 
 
-def _label(record: Record, varying: Sequence[str]) -> str:
-    """Names a bar: strategy and bucket size, and whatever else varies."""
-    name = strategy_text(record)
-    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
-    return f"{name}, {describe_case(record, others)}" if others else name
-
-
 def _distances_to_quartiles(record: Record) -> tuple[float, float]:
-    metric = record.metrics["exposed_communication_s"]
+    metric = record.metrics[_EXPOSED]
     if len(metric.samples) < _SAMPLES_WITH_QUARTILES:
         return 0.0, 0.0
     low, median, high = statistics.quantiles(metric.samples, n=4)

@@ -6,17 +6,15 @@ there is exposed, and marked with its milliseconds.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from paceline.core.errors import UsageError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.fields import strategy_text
-from paceline.reports.plots.style import COLORS, GRAY, subtitle
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure, subtitle
 
 _PHASES = {"forward": "#e4e9f0", "backward": "#b9c6d8", "optimizer": "#8fa3bd"}
 _MESSAGE_COLORS = COLORS[:4]
@@ -28,14 +26,9 @@ _SHORTEST_WORK = 0.01
 """Work that is a smaller part of a step lies between messages, and computes no gradients."""
 
 
-def plot_timelines(records: Sequence[Record]) -> "Figure":
+def plot_timelines(records: Sequence[Record]) -> Figure:
     """Draws the kept step of every strategy."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     measured = [record for record in records if record.kind != PREDICTION and record.metrics]
-    if not measured:
-        raise UsageError("nothing to draw: the store has no timelines")
     predicted = {strategy_text(record): record for record in records if record.kind == PREDICTION}
     groups: dict[str, list[Record]] = {}
     for record in measured:
@@ -45,8 +38,7 @@ def plot_timelines(records: Sequence[Record]) -> "Figure":
     end_ms = max(1e3 * max(record.metrics["compute_end_s"].samples) for record in measured)
     num_lanes = [2 * len(group) + (name in predicted) for name, group in groups.items()]
     height = _LANE_INCHES * sum(num_lanes) + 0.75 * len(groups) + 1.2
-    figure = Figure(figsize=(9.0, height), layout="constrained")
-    figure.suptitle("Where a training step goes, by strategy", fontweight="bold")
+    figure = blank_figure("Where a training step goes, by strategy", (9.0, height))
     panels = figure.subplots(
         len(groups), sharex=True, squeeze=False, gridspec_kw={"height_ratios": num_lanes}
     )[:, 0]
@@ -72,7 +64,7 @@ def plot_timelines(records: Sequence[Record]) -> "Figure":
 
 
 def _draw_strategy(
-    axes: "Axes", name: str, group: Sequence[Record], prediction: Record | None, end_ms: float
+    axes: Axes, name: str, group: Sequence[Record], prediction: Record | None, end_ms: float
 ) -> None:
     labels: list[str] = []
     for record in group:
@@ -95,7 +87,7 @@ def _draw_strategy(
     axes.set_axisbelow(True)
 
 
-def _draw_compute(axes: "Axes", lane: int, record: Record) -> None:
+def _draw_compute(axes: Axes, lane: int, record: Record) -> None:
     metrics = record.metrics
     for phase, color in _PHASES.items():
         if f"{phase}_start_s" not in metrics:
@@ -112,7 +104,7 @@ def _draw_compute(axes: "Axes", lane: int, record: Record) -> None:
 
 
 def _draw_messages(
-    axes: "Axes", lane: int, record: Record, end_ms: float, *, predicted: bool = False
+    axes: Axes, lane: int, record: Record, end_ms: float, *, predicted: bool = False
 ) -> None:
     if "message_start_s" not in record.metrics:
         return
@@ -124,7 +116,7 @@ def _draw_messages(
             strict=True,
         )
     ):
-        # Two may be under way at once; the later one is drawn from where the other ends.
+        # Two may be in flight at once; the later one is drawn from where the other ends.
         start_ms, free_ms = max(1e3 * start, free_ms), max(1e3 * end, free_ms)
         color = _MESSAGE_COLORS[number % len(_MESSAGE_COLORS)]
         axes.broken_barh(
@@ -142,7 +134,7 @@ def _draw_messages(
             )  # fmt: skip
 
 
-def _mark_exposed(axes: "Axes", record: Record, height: float) -> None:
+def _mark_exposed(axes: Axes, record: Record, height: float) -> None:
     """Marks from where backward has computed all gradients to the end of the last message."""
     metrics = record.metrics
     if "message_end_s" not in metrics:

@@ -1,25 +1,19 @@
 """Which tiles of the scores FlashAttention visits, and in which order its programs walk."""
 
-from typing import TYPE_CHECKING
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
-from paceline.reports.plots.style import COLORS, GRAY
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _LENGTH = 30
 _BLOCK = 4
 _UNMASKED, _MASKED, _LEFT_OUT = COLORS[0], COLORS[1], "#eef1f4"
 
 
-def plot_tiles() -> "Figure":
+def plot_tiles() -> Figure:
     """Draws the causal scores of 30 tokens in tiles of 4, and one program of each kind."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(9.0, 5.5), layout="constrained")
-    figure.suptitle("FlashAttention-2: the tiles that are computed", fontweight="bold")
+    figure = blank_figure("FlashAttention-2: the tiles that are computed", (9.0, 5.5))
     by_queries, by_keys = figure.subplots(1, 2)
     _draw_tiles(by_queries, "forward and dQ: a program owns queries and walks over keys")
     _draw_tiles(by_keys, "dK and dV: a program owns keys and walks over queries")
@@ -36,9 +30,7 @@ def plot_tiles() -> "Figure":
     return figure
 
 
-def _draw_tiles(axes: "Axes", title: str) -> None:
-    from matplotlib.patches import Rectangle
-
+def _draw_tiles(axes: Axes, title: str) -> None:
     for first_query in range(0, _LENGTH, _BLOCK):
         last_query = min(first_query + _BLOCK, _LENGTH) - 1
         for first_key in range(0, _LENGTH, _BLOCK):
@@ -63,7 +55,7 @@ def _draw_tiles(axes: "Axes", title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_walk(axes: "Axes", start: tuple[float, float], end: tuple[float, float]) -> None:
+def _draw_walk(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
     axes.annotate(
         "",
         xy=end,

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from paceline.reports.plots.style import COLORS, GRAY
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from paceline.accounting.communication.overlap_simulator import simulate_buckets
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _COMPUTE_COLOR = "#c9d3df"
 
@@ -25,7 +24,7 @@ class Span:
 
 
 def draw_lanes(
-    axes: "Axes", *, title: str, compute: Sequence[Span], communication: Sequence[Span]
+    axes: Axes, *, title: str, compute: Sequence[Span], communication: Sequence[Span]
 ) -> None:
     """Draws two lanes and marks what communication takes after the end of computing."""
     for span in compute:
@@ -49,7 +48,7 @@ def draw_lanes(
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_span(axes: "Axes", lane: float, span: Span, color: str) -> None:
+def _draw_span(axes: Axes, lane: float, span: Span, color: str) -> None:
     axes.barh(
         lane,
         span.end - span.start,
@@ -62,12 +61,8 @@ def _draw_span(axes: "Axes", lane: float, span: Span, color: str) -> None:
     axes.text((span.start + span.end) / 2, lane, span.label, ha="center", va="center", fontsize=7)
 
 
-def plot_designs() -> "Figure":
+def plot_designs() -> Figure:
     """Draws the four containers for a model of eight equal layers, as the recurrence plays them."""
-    from matplotlib.figure import Figure
-
-    from paceline.accounting.communication.overlap_simulator import simulate_buckets
-
     num_layers, line, call = 8, 0.4, 0.8
     layers = list(range(num_layers, 0, -1))
     compute = [
@@ -84,8 +79,7 @@ def plot_designs() -> "Figure":
             True,
         ),
     }
-    figure = Figure(figsize=(8.0, 7.2), layout="constrained")
-    figure.suptitle("Four ways to average gradients", fontweight="bold")
+    figure = blank_figure("Four ways to average gradients", (8.0, 7.2))
     for axes, (title, (messages, early)) in zip(
         figure.subplots(len(designs), sharex=True), designs.items(), strict=True
     ):
