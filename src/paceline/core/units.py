@@ -109,6 +109,12 @@ def format_decimal(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
+def format_count(value: float) -> str:
+    """Formats a plain number, in full where it is whole or has some digits before the point."""
+    in_full = value == int(value) or abs(value) >= 1000
+    return f"{value:,.0f}" if in_full and abs(value) < 1e12 else f"{value:.4g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Formats a duration in the largest unit that keeps it at or above one."""
     seconds = _round_to_three_digits(seconds)

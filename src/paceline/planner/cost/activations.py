@@ -22,7 +22,7 @@ For a gated block in bfloat16 with RMS norms and k = r h it is 20h + 8 + 4 r h +
 test counts with torch's hooks, to the byte. Selective recomputation keeps no scores, full
 recomputation the block's input only.
 
-A pipeline of p stages has up to p micro-batches under way, so that the first stage keeps as many
+A pipeline of p stages has up to p micro-batches in flight, so that the first stage keeps as many
 blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
 them (Narayanan et al. 2021). With fewer micro-batches than that, only so many are there.
 """
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.accounting.explanation import Quantity
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 _FLOAT32_BYTES = 4
@@ -39,18 +40,22 @@ _LOSS_ARRAYS = 3
 
 def block_bytes_per_token(
     layouts: Layouts, workload: Workload, *, checkpointing: Any = None
-) -> Any:
+) -> Quantity:
     """Returns what a block keeps of one token on one device.
 
     `checkpointing` overrides that of the layouts: 0 gives what a block holds while it is computed
     again.
     """
     chosen = layouts.checkpointing if checkpointing is None else checkpointing
-    stream = stream_bytes(workload) / layouts.stream_split
-    tensor = matrix_bytes(workload) / layouts.tensor
-    scores = np.where(chosen == CHECKPOINTING["none"], score_bytes(workload), 0) / layouts.tensor
-    block_input = workload.compute_bytes * workload.shape.d_model / layouts.stream_split
-    return np.where(chosen == CHECKPOINTING["full"], block_input, stream + tensor + scores)
+    scores = np.where(chosen == CHECKPOINTING["none"], score_bytes(workload), 0)
+    split, tensor = Quantity(layouts.stream_split, "split"), Quantity(layouts.tensor, "tensor")
+    block_input = Quantity(workload.compute_bytes * workload.shape.d_model, "input of a block")
+    everything = (
+        Quantity(stream_bytes(workload), "stream") / split
+        + Quantity(matrix_bytes(workload), "matrices") / tensor
+        + Quantity(scores, "scores") / tensor
+    )
+    return Quantity.choose(chosen == CHECKPOINTING["full"], block_input / split, everything)
 
 
 def stream_bytes(workload: Workload) -> int:
@@ -103,18 +108,23 @@ def last_stage_blocks(layouts: Layouts, workload: Workload) -> Any:
     return workload.shape.num_layers * np.minimum(passes, most)
 
 
+def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:
+    """Returns what the first stage keeps for backward when most is in flight."""
+    tokens = Quantity(workload.tokens, "tokens") / Quantity(layouts.context, "context")
+    blocks = Quantity(blocks_in_flight(layouts, workload), "blocks in flight")
+    return block_bytes_per_token(layouts, workload) * tokens * blocks
+
+
 def layout_activation_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what the first stage keeps for backward when most is under way."""
-    tokens = workload.tokens / layouts.context
-    per_token = block_bytes_per_token(layouts, workload)
-    return per_token * tokens * blocks_in_flight(layouts, workload)
+    """Returns the bytes of `kept_activations`."""
+    return kept_activations(layouts, workload).value
 
 
 def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what one block holds while backward computes it again; 0 where nothing is."""
     again = block_bytes_per_token(layouts, workload, checkpointing=CHECKPOINTING["none"])
-    kept = block_bytes_per_token(layouts, workload)
-    return (again - kept) * workload.tokens / layouts.context
+    more = again.value - block_bytes_per_token(layouts, workload).value
+    return more * workload.tokens / layouts.context
 
 
 def logit_bytes(layouts: Layouts, workload: Workload) -> Any:

@@ -1,39 +1,19 @@
 """The memory and the step time of one layout with their working: formulas, numbers, assumptions."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from paceline.accounting.explanation import Explanation, WorkedLine
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.explanation import Explanation, Quantity, WorkedLine, first_number
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
-from paceline.planner.cost.activations import (
-    block_bytes_per_token,
-    blocks_in_flight,
-    logit_bytes,
-    matrix_bytes,
-    recomputed_bytes,
-    score_bytes,
-    stream_bytes,
-)
-from paceline.planner.cost.communication import MeshSpans, gather_time_s, gradient_time_s
+from paceline.planner.cost.activations import kept_activations, logit_bytes, recomputed_bytes
 from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import LayoutMemory, layout_memory
-from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
-from paceline.planner.cost.step_time import (
-    Cluster,
-    StepTime,
-    attention_time_s,
-    flops_per_pass,
-    step_time,
-)
-
-_BUSY = ("compute_s", "memory_s", "launch_s", "tensor_s", "context_s", "stages_s")
-"""Terms in which a stage does something for a micro-batch."""
+from paceline.planner.cost.memory import LayoutMemory, layout_memory, state_quantities
+from paceline.planner.cost.step_time import Cluster, step_quantities
 
 
 def explain_layout(
@@ -47,27 +27,22 @@ def explain_layout(
         )
     layouts = Layouts.of([layout])
     memory = layout_memory(layouts, workload)
-    terms = step_time(layouts, workload, cluster, hidden=hidden)
+    terms = step_quantities(layouts, workload, cluster, hidden=hidden)
     values = {
-        f"{field.name}_bytes": _number(getattr(memory.states, field.name))
+        f"{field.name}_bytes": first_number(getattr(memory.states, field.name))
         for field in dataclasses.fields(memory.states)
     }
     values |= {
-        "activations_bytes": _number(memory.activations),
-        "working_bytes": _number(memory.working),
-        "peak_bytes": _number(memory.total),
+        "activations_bytes": first_number(memory.activations),
+        "working_bytes": first_number(memory.working),
+        "peak_bytes": first_number(memory.total),
     }
-    values |= {
-        field.name: _number(getattr(terms, field.name)) for field in dataclasses.fields(terms)
-    }
-    values["step_time_s"] = _number(terms.total_s)
+    values |= {name: first_number(quantity.value) for name, quantity in terms.items()}
+    values["step_time_s"] = sum(values[name] for name in terms)
     return Explanation(
         question=f"Memory and step time of one of {layout.world_size} devices: {_named(layout)}",
         assumptions=_assumptions(layout, workload, cluster, hidden),
-        steps=(
-            *_memory_steps(layout, layouts, workload, memory),
-            *_time_steps(layout, layouts, workload, cluster, terms),
-        ),
+        steps=(*_memory_lines(layouts, workload, memory), *_time_lines(layout, terms)),
         values=values,
     )
 
@@ -95,167 +70,56 @@ def _assumptions(
     )
 
 
-def _memory_steps(
-    layout: ParallelLayout, layouts: Layouts, workload: Workload, memory: LayoutMemory
+def _memory_lines(
+    layouts: Layouts, workload: Workload, memory: LayoutMemory
 ) -> Iterator[WorkedLine]:
-    num_parameters = count_parameters(workload.shape).total
-    devices = f"({layout.tensor} * {layout.pipeline})"
-    sizes = {
-        "parameters": workload.parameter_bytes,
-        "weight_copies": workload.compute_bytes,
-        "gathered": workload.compute_bytes,
-        "gradients": workload.gradient_bytes,
-        "buckets": workload.reduction_bytes,
-        "optimizer_state": workload.optimizer_bytes,
-    }
-    formulas = {
-        "weight_copies": "matrices * bytes / (tensor * pipeline)",
-        "gathered": "(2 blocks + the larger of block and embedding, at most all) * bytes / tensor",
-        "buckets": "gradients while they are averaged * bytes",
-    }
-    for name, size in sizes.items():
-        held = _number(getattr(memory.states, name))
-        if not held:
-            continue
-        share = num_parameters * size / (layout.tensor * layout.pipeline) / held
-        divided = name not in formulas and round(share) > 1
-        formula = formulas.get(
-            name, "N * bytes / (tensor * pipeline" + (" * shard)" if divided else ")")
-        )
-        numbers = f"{num_parameters:,} * {size} / {devices}"
-        if divided:
-            numbers += f" / {layout.shard}"
-        if name in formulas:
-            numbers = f"{held / size:,.0f} * {size}"
-        yield _bytes_step(f"{name.replace('_', ' ')} = {formula}", numbers, held)
-    stream, matrices, scores = (
-        part(workload) for part in (stream_bytes, matrix_bytes, score_bytes)
+    quantities = state_quantities(layouts, workload)
+    quantities["activations"] = kept_activations(layouts, workload)
+    for name, quantity in quantities.items():
+        if first_number(quantity.value):
+            yield _line(name.replace("_", " "), quantity, format_binary_bytes)
+    recomputed, logits = (
+        format_binary_bytes(first_number(part(layouts, workload)))
+        for part in (recomputed_bytes, logit_bytes)
     )
-    tokens = f"{_number(workload.tokens):,.0f} / {layout.context}"
-    blocks = _number(blocks_in_flight(layouts, workload))
-    kept = _number(block_bytes_per_token(layouts, workload))
-    parts = {
-        "none": (
-            "(stream / split + matrices / tensor + scores / tensor)",
-            f"({stream:,} / {_number(layouts.stream_split):.0f} + {matrices:,} / {layout.tensor} "
-            f"+ {scores:,} / {layout.tensor})",
-        ),
-        "selective": (
-            "(stream / split + matrices / tensor)",
-            f"({stream:,} / {_number(layouts.stream_split):.0f} + {matrices:,} / {layout.tensor})",
-        ),
-        "full": ("input of a block", f"{kept:,.0f}"),
-    }[layout.activation_checkpointing]
-    yield _bytes_step(
-        f"activations = {parts[0]} * tokens / context * blocks under way",
-        f"{parts[1]} * {tokens} * {blocks:.4g}",
-        _number(memory.activations),
-    )
-    again = _number(recomputed_bytes(layouts, workload))
-    logits = _number(logit_bytes(layouts, workload))
-    yield _bytes_step(
-        "working = what the first stage computes again, or the last stage's logits, "
-        "as far as they reach above the activations",
-        f"{format_binary_bytes(again)}, or {format_binary_bytes(logits)}",
-        _number(memory.working),
-    )
-    yield _bytes_step(
-        "peak = states + activations + working",
-        " + ".join(
-            format_binary_bytes(_number(part))
-            for part in (memory.states.total, memory.activations, memory.working)
-        ),
-        _number(memory.total),
-    )
-
-
-def _time_steps(
-    layout: ParallelLayout, layouts: Layouts, workload: Workload, cluster: Cluster, terms: StepTime
-) -> Iterator[WorkedLine]:
-    passes = _number(workload.num_micro_batches)
-    layers = workload.shape.num_layers / layout.pipeline
-    tokens = _number(workload.tokens) / layout.context
-    operations = flops_per_pass(layouts, workload)
-    matrices = _number(operations.layer_matrices)
-    attention = _number(attention_time_s(layouts, workload, cluster))
-    head = _number(operations.head) / layout.pipeline
-    spans = MeshSpans.of(layouts, cluster.tiers)
-    num_parameters = count_parameters(workload.shape).total
-    sent, gathered = (
-        format_seconds(_number(seconds(layouts, workload, spans, num_parameters)))
-        for seconds in (gradient_time_s, gather_time_s)
-    )
-    busy = sum(_number(getattr(terms, name)) for name in _BUSY)
-    moved = _number(elementwise_bytes(layouts, workload))
-    loss = _number(loss_bytes(layouts, workload)) / layout.pipeline
-    memory_rate = format_decimal(cluster.memory_bytes_per_s, "B/s")
-    each = f"{passes:.0f} * {layers:.4g}"
-    updated = _number(terms.optimizer_s) * cluster.memory_bytes_per_s / workload.update_bytes
-    interleave = layout.pipeline_interleave
-    working = {
-        "compute_s": (
-            "micro-batches * ((layers * FLOPs of matrices + output layer) / FLOP/s "
-            "+ layers * attention)",
-            f"{passes:.0f} * (({layers:.4g} * {matrices:.4g} + {head:.4g}) / "
-            f"{format_decimal(cluster.flops_per_s, 'FLOP/s')} "
-            f"+ {layers:.4g} * {format_seconds(attention)})",
-        ),
-        "memory_s": (
-            "micro-batches * tokens * (layers * bytes per token and layer + loss) / bandwidth",
-            f"{passes:.0f} * {tokens:,.0f} * ({layers:.4g} * {moved:,.0f} + {loss:,.0f}) / "
-            f"{memory_rate}",
-        ),
-        "launch_s": (
-            "micro-batches * layers * kernels * seconds each",
-            f"{each} * {_number(num_kernels(layouts, workload)):.0f} * "
-            f"{format_seconds(cluster.launch_s)}",
-        ),
-        "tensor_s": (
-            "micro-batches * layers * collectives of the tensor axis",
-            f"{each} * {format_seconds(_number(terms.tensor_s) / (passes * layers))}",
-        ),
-        "context_s": (
-            "micro-batches * layers * keys and values gathered",
-            f"{each} * {format_seconds(_number(terms.context_s) / (passes * layers))}",
-        ),
-        "stages_s": (
-            "micro-batches * what a stage hands on",
-            f"{passes:.0f} * {format_seconds(_number(terms.stages_s) / passes)}",
-        ),
-        "imbalance_s": (
-            "micro-batches * (slowest stage - mean stage)",
-            f"{passes:.0f} * {format_seconds(_number(terms.imbalance_s) / passes)}",
-        ),
-        "bubble_s": (
-            "(pipeline - 1) / (interleave * micro-batches) * what the mean stage is busy",
-            f"({layout.pipeline} - 1) / ({interleave} * {passes:.0f}) * {format_seconds(busy)}",
-        ),
-        "data_s": (
-            "what passes do not hide of averaging gradients and gathering parameters",
-            f"{sent} for all gradients, {gathered} for all parameters, each time",
-        ),
-        "optimizer_s": (
-            "parameters updated * bytes read and written / bandwidth",
-            f"{updated:,.0f} * {workload.update_bytes} / {memory_rate}",
-        ),
-    }
-    for name, (formula, numbers) in working.items():
-        seconds = _number(getattr(terms, name))
-        if seconds or (name == "data_s" and layout.data_parallel * layout.context > 1):
-            yield WorkedLine(
-                formula=f"{name.removesuffix('_s')} = {formula}",
-                numbers=numbers,
-                result=format_seconds(seconds),
-            )
     yield WorkedLine(
-        formula="step = " + " + ".join(name.removesuffix("_s") for name in working),
-        numbers=" + ".join(format_seconds(_number(getattr(terms, name))) for name in working),
-        result=format_seconds(_number(terms.total_s)),
+        formula="working = what the first stage computes again, or the last stage's logits, "
+        "as far as they reach above the activations",
+        numbers=f"{recomputed}, or {logits}",
+        result=format_binary_bytes(first_number(memory.working)),
+    )
+    parts = {
+        "states": memory.states.total,
+        "activations": memory.activations,
+        "working": memory.working,
+    }
+    yield _sum_line("peak", parts, format_binary_bytes)
+
+
+def _time_lines(layout: ParallelLayout, quantities: Mapping[str, Quantity]) -> Iterator[WorkedLine]:
+    for name, quantity in quantities.items():
+        is_hidden = name == "data_s" and layout.data_parallel * layout.context > 1
+        if first_number(quantity.value) or is_hidden:
+            yield _line(name.removesuffix("_s"), quantity, format_seconds)
+    parts = {name.removesuffix("_s"): quantity.value for name, quantity in quantities.items()}
+    yield _sum_line("step", parts, format_seconds)
+
+
+def _line(name: str, quantity: Quantity, show: Callable[[float], str]) -> WorkedLine:
+    return WorkedLine(
+        formula=f"{name} = {quantity.formula}",
+        numbers=quantity.numbers,
+        result=show(first_number(quantity.value)),
     )
 
 
-def _bytes_step(formula: str, numbers: str, num_bytes: float) -> WorkedLine:
-    return WorkedLine(formula=formula, numbers=numbers, result=format_binary_bytes(num_bytes))
+def _sum_line(name: str, parts: Mapping[str, Any], show: Callable[[float], str]) -> WorkedLine:
+    values = [first_number(value) for value in parts.values()]
+    return WorkedLine(
+        formula=f"{name} = {' + '.join(parts)}",
+        numbers=" + ".join(map(show, values)),
+        result=show(sum(values)),
+    )
 
 
 def _named(layout: ParallelLayout) -> str:
@@ -265,7 +129,3 @@ def _named(layout: ParallelLayout) -> str:
     }
     named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join(named) or "no axis"
-
-
-def _number(value: Any) -> float:
-    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])

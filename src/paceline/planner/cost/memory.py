@@ -13,11 +13,11 @@ N parameters are divided by tensor × pipeline, and what a sharding stage divide
     buckets           a second copy of gradients, where buckets are not where gradients lie; where
                       gradients are divided, two units that are being averaged
 
-Activations are those of `layout_activations`. The peak is not their sum with everything else: the
-first stage keeps most, and holds one block more while it recomputes it; the last has the fewest
-micro-batches under way, and the logits of one. The larger of both counts. Parameters are taken to
-be spread evenly over the stages, embedding included. What an allocator loses in gaps and what
-drivers and communication libraries keep for themselves is not part of it.
+Activations are those of `paceline.planner.cost.activations`. The peak is not their sum with
+everything else: the first stage keeps most, and holds one block more while it recomputes it; the
+last has the fewest micro-batches in flight, and the logits of one. The larger of both counts.
+Parameters are taken to be spread evenly over the stages, embedding included. The allocator's
+fragmentation and the buffers of drivers and communication libraries are not part of it.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import count_parameters
 from paceline.planner.cost.activations import (
     block_bytes_per_token,
@@ -72,41 +73,56 @@ class LayoutMemory:
         return self.states.total + self.activations + self.working
 
 
-def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
-    """Returns the states of one device."""
+def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity]:
+    """Returns the states of one device with their formulas, by field of `StateBytes`."""
     counted = count_parameters(workload.shape)
     held = counted.total / layouts.model_devices
     unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
     largest = max(unit, counted.embedding)
     whole_gradients = ~_gradients_are_divided(layouts, workload)
+    devices = Quantity(layouts.tensor, "tensor") * Quantity(layouts.pipeline, "pipeline")
 
-    def share(divided: Any) -> Any:
-        return held / np.where(divided, layouts.shard, 1)
+    def owned(size: int, divided: Any) -> Quantity:
+        shards = Quantity(np.where(divided, layouts.shard, 1), "shards")
+        return Quantity(counted.total, "N") * Quantity(size, "bytes") / (devices * shards)
 
     away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (layouts.shard > 1)
     gathered = np.minimum((2 * unit + largest) / layouts.tensor, held)
-    copies = counted.matmul / layouts.model_devices if _keeps_copies(workload) else 0.0
+    copies = np.where(away, 0.0, counted.matmul if _keeps_copies(workload) else 0.0)
     averaged = layouts.shard * layouts.replicate * layouts.context > 1
     in_flight = np.where(
         whole_gradients,
         held if workload.bucket_copies else 0.0,
         np.minimum(_UNITS_REDUCED * largest / layouts.tensor, held),
     )
-    return StateBytes(
-        parameters=share(layouts.stage >= 3) * workload.parameter_bytes,
-        weight_copies=np.where(away, 0.0, copies) * workload.compute_bytes,
-        gathered=np.where(away, gathered, 0.0) * workload.compute_bytes,
-        gradients=share(~whole_gradients) * workload.gradient_bytes,
-        buckets=np.where(averaged, in_flight, 0.0) * workload.reduction_bytes,
-        optimizer_state=share(layouts.stage >= 1) * workload.optimizer_bytes,
-    )
+    compute_bytes = Quantity(workload.compute_bytes, "bytes")
+    return {
+        "parameters": owned(workload.parameter_bytes, layouts.stage >= 3),
+        "weight_copies": Quantity(copies, "matrices") * compute_bytes / devices,
+        "gathered": Quantity(
+            np.where(away, gathered, 0.0),
+            "(2 blocks + the larger of block and embedding, at most all) / tensor",
+        )
+        * compute_bytes,
+        "gradients": owned(workload.gradient_bytes, ~whole_gradients),
+        "buckets": Quantity(np.where(averaged, in_flight, 0.0), "gradients while they are averaged")
+        * Quantity(workload.reduction_bytes, "bytes"),
+        "optimizer_state": owned(workload.optimizer_bytes, layouts.stage >= 1),
+    }
+
+
+def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
+    """Returns the states of one device."""
+    quantities = state_quantities(layouts, workload)
+    return StateBytes(**{name: quantity.value for name, quantity in quantities.items()})
 
 
 def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     """Returns what one device holds at the peak, on the stage that holds most."""
     first = layout_activation_bytes(layouts, workload)
+    per_token = block_bytes_per_token(layouts, workload).value
     tokens = workload.tokens / layouts.context
-    last = block_bytes_per_token(layouts, workload) * tokens * last_stage_blocks(layouts, workload)
+    last = per_token * tokens * last_stage_blocks(layouts, workload)
     peak = np.maximum(
         first + recomputed_bytes(layouts, workload), last + logit_bytes(layouts, workload)
     )

@@ -7,10 +7,10 @@ its m micro-batches, in L / p layers. Per layer and micro-batch:
     attention     4 FLOPs per score and channel forward, 8 backward; flash computes half of the
                   scores, those that a causal mask leaves, and half of forward's again in backward.
                   Stored scores are also read and written: whichever takes longer, FLOPs or bytes
-    memory        bytes of elementwise kernels over memory bandwidth (`layout_traffic`)
+    memory        bytes of elementwise kernels over memory bandwidth (`memory_traffic`)
     launches      seconds per kernel that nothing hides, if any are given
     tensor, context, stages   communication that every layer or stage waits for
-                  (`layout_communication`)
+                  (`communication`)
 
 and per step
 
@@ -29,14 +29,17 @@ a model to compare layouts by: exposed communication is the limit of many bucket
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from paceline.accounting.communication.collectives import Numbers
 from paceline.accounting.communication.overlap import least_exposed_s
+from paceline.accounting.explanation import Quantity, first_number
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
+from paceline.core.units import format_decimal, format_seconds
 from paceline.planner.cost.communication import (
     MeshSpans,
     context_time_s,
@@ -135,59 +138,77 @@ def step_time(
     layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
 ) -> StepTime:
     """Returns the terms of every layout; `hidden` is the share of a pass that hides sending."""
+    quantities = step_quantities(layouts, workload, cluster, hidden=hidden)
+    return StepTime(**{name: quantity.value for name, quantity in quantities.items()})
+
+
+def step_quantities(
+    layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
+) -> dict[str, Quantity]:
+    """Returns the terms of every layout with their formulas, by field of `StepTime`."""
     if np.min(hidden) < 0 or np.max(hidden) > 1:
         raise UsageError(f"hidden is {hidden}; it is a share of a pass, from 0 to 1")
-    shape, passes = workload.shape, np.asarray(workload.num_micro_batches)
+    shape = workload.shape
     spans = MeshSpans.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
-    tokens = workload.tokens / layouts.context
-    bandwidth = cluster.memory_bytes_per_s
-    layer_compute = operations.layer_matrices / cluster.flops_per_s + attention_time_s(
-        layouts, workload, cluster
-    )
-    layer_memory = elementwise_bytes(layouts, workload) * tokens / bandwidth
-    layer_launch = num_kernels(layouts, workload) * cluster.launch_s
-    layer_tensor = tensor_time_s(layouts, workload, spans)
-    layer_context = context_time_s(layouts, workload, spans)
-    layer = layer_compute + layer_memory + layer_launch + layer_tensor + layer_context
-    head_compute = operations.head / cluster.flops_per_s
-    head_memory = loss_bytes(layouts, workload) * tokens / bandwidth
-    head = head_compute + head_memory
-    handed_on = pipeline_time_s(layouts, workload, spans)
-
-    layers = shape.num_layers / layouts.pipeline
-    mean = layers * layer + head / layouts.pipeline
-    slowest = np.maximum(np.ceil(layers) * layer, np.floor(layers) * layer + head)
-    bubble = pipeline_bubble(layouts.pipeline, passes, layouts.pipeline_interleave)
     num_parameters = count_parameters(shape).total
-    owned = num_parameters / layouts.model_devices / np.where(layouts.stage > 0, layouts.shard, 1)
-    return StepTime(
-        compute_s=passes * (layers * layer_compute + head_compute / layouts.pipeline),
-        memory_s=passes * (layers * layer_memory + head_memory / layouts.pipeline),
-        launch_s=passes * layers * layer_launch,
-        tensor_s=passes * layers * layer_tensor,
-        context_s=passes * layers * layer_context,
-        stages_s=passes * handed_on,
-        imbalance_s=passes * (slowest - mean),
-        bubble_s=bubble * passes * (mean + handed_on),
-        data_s=_exposed_s(
-            layouts,
-            workload,
-            spans,
-            pass_s=slowest,
-            num_parameters=num_parameters,
-            hidden=hidden,
-        ),
-        optimizer_s=owned * workload.update_bytes / bandwidth,
+
+    passes = Quantity(np.asarray(workload.num_micro_batches), "micro-batches")
+    stages = Quantity(layouts.pipeline, "pipeline")
+    layers = Quantity(shape.num_layers / layouts.pipeline, "layers")
+    tokens = Quantity(workload.tokens / layouts.context, "tokens")
+    flops_per_s = Quantity(cluster.flops_per_s, "FLOP/s", _rate("FLOP/s"))
+    bandwidth = Quantity(cluster.memory_bytes_per_s, "bandwidth", _rate("B/s"))
+    matrices = Quantity(operations.layer_matrices, "FLOPs of matrices")
+    attention = _seconds(attention_time_s(layouts, workload, cluster), "attention")
+    head = Quantity(operations.head, "output layer")
+    moved = Quantity(elementwise_bytes(layouts, workload), "bytes per token and layer")
+    loss = Quantity(loss_bytes(layouts, workload), "loss")
+    launch = Quantity(num_kernels(layouts, workload), "kernels") * _seconds(
+        cluster.launch_s, "seconds each"
     )
+    tensor = _seconds(tensor_time_s(layouts, workload, spans), "collectives of the tensor axis")
+    context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
+    handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
+
+    layer = matrices / flops_per_s + attention + tokens * moved / bandwidth + launch
+    layer_s = (layer + tensor + context).value
+    head_s = (head / flops_per_s + tokens * loss / bandwidth).value
+    mean_s = layers.value * layer_s + head_s / layouts.pipeline
+    slowest_s = np.maximum(
+        np.ceil(layers.value) * layer_s, np.floor(layers.value) * layer_s + head_s
+    )
+    busy = _seconds(passes.value * (mean_s + handed_on.value), "what the mean stage is busy")
+    interleave = Quantity(layouts.pipeline_interleave, "interleave")
+    shards = np.where(layouts.stage > 0, layouts.shard, 1)
+    owned = Quantity(num_parameters / layouts.model_devices / shards, "parameters updated")
+    update = Quantity(workload.update_bytes, "bytes read and written")
+    return {
+        "compute_s": passes
+        * ((layers * matrices + head / stages) / flops_per_s + layers * attention),
+        "memory_s": passes * tokens * (layers * moved + loss / stages) / bandwidth,
+        "launch_s": passes * layers * launch,
+        "tensor_s": passes * layers * tensor,
+        "context_s": passes * layers * context,
+        "stages_s": passes * handed_on,
+        "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
+        "bubble_s": pipeline_bubble(stages, passes, interleave) * busy,
+        "data_s": _exposed(layouts, workload, spans, slowest_s, num_parameters, hidden),
+        "optimizer_s": owned * update / bandwidth,
+    }
 
 
-def pipeline_bubble(
-    num_stages: Numbers, num_micro_batches: Numbers, interleave: Numbers = 1
-) -> Any:
+def pipeline_bubble(num_stages: Any, num_micro_batches: Any, interleave: Any = 1) -> Any:
     """Returns the idle time of a pipeline over its busy time, (p - 1) / (v m)."""
-    stages = np.asarray(num_stages, dtype=np.float64)
-    return (stages - 1) / (np.asarray(interleave) * np.asarray(num_micro_batches))
+    return (num_stages - 1) / (interleave * num_micro_batches)
+
+
+def _seconds(value: Any, name: str) -> Quantity:
+    return Quantity(value, name, format_seconds)
+
+
+def _rate(unit: str) -> Callable[[float], str]:
+    return lambda value: format_decimal(value, unit)
 
 
 def _keys_per_query(workload: Workload) -> float:
@@ -196,16 +217,15 @@ def _keys_per_query(workload: Workload) -> float:
     return (workload.context_length + 1) / 2
 
 
-def _exposed_s(
+def _exposed(
     layouts: Layouts,
     workload: Workload,
     spans: MeshSpans,
-    *,
     pass_s: Any,
     num_parameters: float,
     hidden: Numbers,
-) -> Any:
-    """Returns what passes cannot hide of averaging gradients and gathering parameters.
+) -> Quantity:
+    """Returns the exposed communication of averaging gradients and gathering parameters.
 
     ZeRO 3 gathers in every forward and every backward; ZeRO 1 and 2 gather once, beside the first
     forward. Gradients are averaged beside the backward of the last pass, or of every pass.
@@ -221,8 +241,16 @@ def _exposed_s(
     in_backward = np.where(every_pass, gathered, 0.0)
     in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
 
-    return (
+    exposed = (
         least_exposed_s(gathered, forward) * np.where(every_pass, passes, 1)
         + least_exposed_s(in_other_backwards, backward) * (passes - 1)
         + least_exposed_s(in_backward + gradients, backward)
+    )
+    return Quantity(
+        exposed,
+        "what passes do not hide of averaging gradients and gathering parameters",
+        lambda _: (
+            f"{format_seconds(first_number(gradients))} for all gradients, "
+            f"{format_seconds(first_number(gathered))} for all parameters, each time"
+        ),
     )

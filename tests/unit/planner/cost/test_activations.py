@@ -110,7 +110,7 @@ def test_one_device_in_float32_keeps_what_the_models_formula_says(name: str) -> 
     batch = BatchShape(num_sequences=SEQUENCES, context_length=LENGTH)
     kept = block_bytes_per_token(
         Layouts.of([ParallelLayout()]), _workload(shape, precision_preset("float32"))
-    )
+    ).value
     # The model joins its heads in a copy, which blocks here do without.
     joined = 4 * shape.attention_width
     assert kept * batch.tokens_per_pass == [block_bytes(shape, batch) - joined * 60]
