@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from paceline.cli.output import case_progress
 from paceline.records.store import decode_record
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
@@ -44,6 +45,37 @@ def test_help_is_quick(tmp_path: pathlib.Path) -> None:
     result = paceline("--help", cwd=tmp_path)
     assert cpu_seconds() - before < 0.5
     assert all(verb in result.stdout for verb in ("bench", "report", "env"))
+
+
+def test_help_names_values_and_hides_the_parser(tmp_path: pathlib.Path) -> None:
+    ddp = paceline("bench", "ddp", "--help", cwd=tmp_path).stdout
+    assert "llama3-8B" in ddp
+    assert "None}" not in ddp
+    assert "sweep" not in ddp
+    assert "append" in ddp
+    assert "read the records" in paceline("report", "table", "--help", cwd=tmp_path).stdout
+    assert "--version" in paceline("--help", cwd=tmp_path).stdout
+
+
+def test_a_first_rank_without_a_terminal_tells_its_progress_in_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(rank: str) -> list[str]:
+        monkeypatch.setenv("RANK", rank)
+        with case_progress(2) as progress:
+            progress.step(1, 25)
+            progress.step(2, 25)
+            progress.next_case()
+            monkeypatch.setattr("paceline.cli.output._PLAIN_PAUSE_S", 0.0)
+            progress.step(3, 25)
+        return capsys.readouterr().err.splitlines()
+
+    # Not more often than anybody reads.
+    assert told("0") == [
+        "paceline: 0 of 2 cases done, step 1 of 25, 0 s",
+        "paceline: 1 of 2 cases done, step 3 of 25, 0 s",
+    ]
+    assert told("1") == []
 
 
 def test_version_and_module_entry_point(tmp_path: pathlib.Path) -> None:

@@ -1,9 +1,8 @@
 """``paceline bench``: measure, append to the store, print."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Generic, TypeAlias, TypeVar
 
 import tyro
 
@@ -14,6 +13,8 @@ from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
+    AppendOptions,
+    Flat,
     OutputOptions,
     case_progress,
     keep_records,
@@ -24,79 +25,23 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.records import Record
 
-DEFAULT_STORE = pathlib.Path("paceline-records.jsonl")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreOptions:
-    """Where records go."""
-
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to append the records to."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchStepCommand:
-    """Time forward, backward and optimizer of a language model, and its peak memory."""
-
-    sweep: StepSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchAttentionCommand:
-    """Time attention forward and backward, and what it keeps for backward."""
-
-    sweep: AttentionSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchCollectivesCommand:
-    """Time collectives, and fit their latency and bandwidth."""
-
-    sweep: CollectiveSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchDdpCommand:
-    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
-
-    sweep: DataParallelSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchMemoryCommand:
-    """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
-
-    sweep: OptimizerSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchKernelsCommand:
-    """Compile the attention kernels for GPUs that need not be there, and tell what they take."""
-
-    sweep: KernelSweep
-    store: StoreOptions
-    output: OutputOptions
-
-
-Subject: TypeAlias = (
-    BenchStepCommand
-    | BenchAttentionCommand
-    | BenchCollectivesCommand
-    | BenchDdpCommand
-    | BenchMemoryCommand
-    | BenchKernelsCommand
+Sweep: TypeAlias = (
+    StepSweep | AttentionSweep | CollectiveSweep | DataParallelSweep | OptimizerSweep | KernelSweep
 )
+_Sweep = TypeVar("_Sweep", bound=Sweep)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepCommand(Generic[_Sweep]):
+    """Measure every case of a sweep."""
+
+    sweep: Flat[_Sweep]
+    store: Flat[AppendOptions]
+    output: Flat[OutputOptions]
+
+
+def _subcommand(name: str, sweep: type[Sweep]) -> object:
+    return tyro.conf.subcommand(name, description=sweep.__doc__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,19 +49,19 @@ class BenchCommand:
     """Measure one part of training and append the records to a store."""
 
     subject: (
-        Annotated[BenchStepCommand, tyro.conf.subcommand("step")]
-        | Annotated[BenchAttentionCommand, tyro.conf.subcommand("attention")]
-        | Annotated[BenchCollectivesCommand, tyro.conf.subcommand("comm")]
-        | Annotated[BenchDdpCommand, tyro.conf.subcommand("ddp")]
-        | Annotated[BenchMemoryCommand, tyro.conf.subcommand("memory")]
-        | Annotated[BenchKernelsCommand, tyro.conf.subcommand("kernels")]
+        Annotated[SweepCommand[StepSweep], _subcommand("step", StepSweep)]
+        | Annotated[SweepCommand[AttentionSweep], _subcommand("attention", AttentionSweep)]
+        | Annotated[SweepCommand[CollectiveSweep], _subcommand("comm", CollectiveSweep)]
+        | Annotated[SweepCommand[DataParallelSweep], _subcommand("ddp", DataParallelSweep)]
+        | Annotated[SweepCommand[OptimizerSweep], _subcommand("memory", OptimizerSweep)]
+        | Annotated[SweepCommand[KernelSweep], _subcommand("kernels", KernelSweep)]
     )
 
 
 def run(command: BenchCommand) -> int:
     """Measures every case; fails when one failed for another reason than its size."""
     subject = command.subject
-    num_cases = _num_cases(subject)
+    num_cases = _num_cases(subject.sweep)
     if num_cases == 0:
         raise UsageError("nothing to measure: every list of the sweep needs at least one value")
 
@@ -124,7 +69,7 @@ def run(command: BenchCommand) -> int:
 
     records: list[Record] = []
     with case_progress(num_cases) as progress:
-        made = _records(subject, progress.step)
+        made = _records(subject.sweep, progress.step)
         for record in keep_records(made, subject.store.store, subject.output):
             records.append(record)
             if record.kind != PREDICTION:
@@ -134,44 +79,40 @@ def run(command: BenchCommand) -> int:
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 
-def _num_cases(subject: Subject) -> int:
-    if isinstance(subject, BenchDdpCommand):
-        return sum(len(case.variants) for case in subject.sweep.cases())
-    return len(list(subject.sweep.cases()))
+def _num_cases(sweep: Sweep) -> int:
+    if isinstance(sweep, DataParallelSweep):
+        return sum(len(case.variants) for case in sweep.cases())
+    return len(list(sweep.cases()))
 
 
-def _records(
-    subject: Subject,
-    on_progress: Callable[[int, int], None],
-) -> "Iterator[Record]":
-    if isinstance(subject, BenchCollectivesCommand):
-        from paceline.benchmarks.collectives.sweep import collective_records
+def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
+    match sweep:
+        case StepSweep():
+            from paceline.benchmarks.step.sweep import step_records
 
-        return collective_records(subject.sweep)
+            return step_records(sweep, on_progress)
+        case AttentionSweep():
+            from paceline.benchmarks.attention.sweep import attention_records
 
-    if isinstance(subject, BenchDdpCommand):
-        import logging
+            return attention_records(sweep, on_progress)
+        case CollectiveSweep():
+            from paceline.benchmarks.collectives.sweep import collective_records
 
-        from paceline.benchmarks.strategies.sweep import data_parallel_records
+            return collective_records(sweep)
+        case DataParallelSweep():
+            import logging
 
-        # Of the benchmarks alone: under a launcher the container on this rank says the same.
-        logging.basicConfig(format="paceline: %(message)s")
-        logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
-        return data_parallel_records(subject.sweep, on_progress)
+            from paceline.benchmarks.strategies.sweep import data_parallel_records
 
-    if isinstance(subject, BenchMemoryCommand):
-        from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
+            # Of the benchmarks alone: under a launcher the container on this rank says the same.
+            logging.basicConfig(format="paceline: %(message)s")
+            logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
+            return data_parallel_records(sweep, on_progress)
+        case OptimizerSweep():
+            from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
 
-        return optimizer_records(subject.sweep)
+            return optimizer_records(sweep)
+        case KernelSweep():
+            from paceline.benchmarks.kernels.compile import kernel_records
 
-    if isinstance(subject, BenchKernelsCommand):
-        from paceline.benchmarks.kernels.compile import kernel_records
-
-        return kernel_records(subject.sweep, on_progress)
-
-    from paceline.benchmarks.attention.sweep import attention_records
-    from paceline.benchmarks.step.sweep import step_records
-
-    if isinstance(subject, BenchStepCommand):
-        return step_records(subject.sweep, on_progress)
-    return attention_records(subject.sweep, on_progress)
+            return kernel_records(sweep, on_progress)

@@ -3,17 +3,23 @@
 import dataclasses
 
 from paceline.benchmarks.calibration.config import CalibrationSweep
-from paceline.cli.bench import StoreOptions
-from paceline.cli.output import OutputOptions, case_progress, keep_records, print_tables
+from paceline.cli.output import (
+    AppendOptions,
+    Flat,
+    OutputOptions,
+    case_progress,
+    keep_records,
+    print_tables,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateCommand:
     """Measure in a minute what predictions of a step are made from."""
 
-    sweep: CalibrationSweep
-    store: StoreOptions
-    output: OutputOptions
+    sweep: Flat[CalibrationSweep]
+    store: Flat[AppendOptions]
+    output: Flat[OutputOptions]
 
 
 def run(command: CalibrateCommand) -> int:

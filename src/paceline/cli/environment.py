@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import OutputOptions, print_record, stdout_console
+from paceline.cli.output import Flat, OutputOptions, print_record, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from paceline.records import Metric, Record
@@ -17,7 +17,7 @@ class EnvironmentCommand:
 
     self_test: bool = False
     """Start two ranks and check an all-reduce between them."""
-    output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
+    output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
 
 def run(command: EnvironmentCommand) -> int:
@@ -59,6 +59,11 @@ def _self_test(backend: str) -> "Metric":
     from paceline.parallel import run_ranks
     from paceline.records import Metric
 
+    stderr_console().print(
+        f"paceline: starting {_SELF_TEST_RANKS} ranks that all-reduce 1 MiB over {backend}; "
+        "each loads torch first, which takes up to half a minute",
+        soft_wrap=True,
+    )
     times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)
     return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])
 

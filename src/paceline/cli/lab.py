@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions
+from paceline.cli.output import Flat, OutputOptions
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_rate, parse_seconds
 
@@ -26,7 +26,7 @@ class RunCommand:
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its environment.
     """
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional]
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")]
     """The command and its arguments, after --."""
     hosts: int = 2
     """Virtual hosts, each in a network namespace of its own."""
@@ -57,7 +57,7 @@ class SlurmCommand:
     """GPUs that each node claims to have; there is nothing behind them."""
     directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / f"paceline-slurm-{os.geteuid()}"
     """Where the cluster keeps everything."""
-    output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
+    output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The verb table, and what every verb has in common: errors and exit codes.
 
-Exit codes: 0 the work was done, 1 it failed, 2 it was asked for wrongly, 130 interrupted,
-141 the reader of stdout went away. Results go to stdout, everything else to stderr.
+Results go to stdout, everything else to stderr.
 Nothing here, nor in any module that it imports, may load torch or numpy: a verb's types
 are needed to parse its flags, its work is not.
 """
@@ -18,7 +17,11 @@ import paceline
 from paceline.cli import bench, calibrate, environment, lab, plan, profile, report, scaling
 from paceline.core.errors import PacelineError
 
-_DESCRIPTION = "Plan, run and explain the data-parallel training of language models."
+_DESCRIPTION = (
+    "Plan, run and explain the data-parallel training of language models.\n"
+    "--version prints the version. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted, "
+    "141 the reader of stdout went away."
+)
 
 Verb = (
     Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
@@ -36,6 +39,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PARSING = (
     tyro.conf.OmitArgPrefixes,
     tyro.conf.OmitSubcommandPrefixes,
+    tyro.conf.DisallowNone,
     tyro.conf.FlagCreatePairsOff,
 )
 

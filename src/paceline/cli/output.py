@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
+import tyro
 
 from paceline.core.errors import UsageError
 
@@ -18,9 +21,34 @@ if TYPE_CHECKING:
     from paceline.records import Record
 
 
+DEFAULT_STORE = pathlib.Path("paceline-records.jsonl")
+
+_PLAIN_PAUSE_S = 5.0
+
+_Options = TypeVar("_Options")
+Flat = Annotated[_Options, tyro.conf.arg(name="")]
+"""Options that the help lists with the command's own, without a heading."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AppendOptions:
+    """Where records go."""
+
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to append the records to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Where records come from."""
+
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to read the records from."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Flags that every verb has."""
+    """Flags of every command that prints records."""
 
     json: bool = False
     """Print records as JSON Lines on stdout, and nothing else there."""
@@ -95,9 +123,39 @@ class CaseProgress:
         self._bar.reset(self._steps, total=None)
 
 
+class PlainProgress(CaseProgress):
+    """The same in lines of text, for the stderr of a rank, which its launcher reads."""
+
+    def __init__(self, num_cases: int) -> None:
+        self._num_cases = num_cases
+        self._num_done = 0
+        self._began = time.monotonic()
+        self._last_s = -_PLAIN_PAUSE_S
+
+    def step(self, completed: int, total: int) -> None:
+        """Says how far the present case is."""
+        self._say(f", step {completed} of {total}")
+
+    def next_case(self) -> None:
+        """Says that a case is done."""
+        self._num_done += 1
+        self._say("")
+
+    def _say(self, within_case: str) -> None:
+        elapsed_s = time.monotonic() - self._began
+        if elapsed_s - self._last_s < _PLAIN_PAUSE_S:
+            return
+        self._last_s = elapsed_s
+        sys.stderr.write(
+            f"paceline: {self._num_done} of {self._num_cases} cases done{within_case}, "
+            f"{elapsed_s:.0f} s\n"
+        )
+        sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def case_progress(num_cases: int) -> Iterator[CaseProgress]:
-    """Shows progress on stderr while it is open, and only on a terminal."""
+    """Shows progress on stderr while it is open: a bar on a terminal, lines from a first rank."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -108,6 +166,10 @@ def case_progress(num_cases: int) -> Iterator[CaseProgress]:
     )
 
     console = stderr_console()
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    if rank == "0" and not console.is_terminal:
+        yield PlainProgress(num_cases)
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -115,7 +177,7 @@ def case_progress(num_cases: int) -> Iterator[CaseProgress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or rank not in (None, "0"),
         transient=True,
     ) as bar:
         yield CaseProgress(bar, num_cases)

@@ -10,6 +10,7 @@ import tyro
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
+    Flat,
     OutputOptions,
     byte_progress,
     case_progress,
@@ -35,12 +36,12 @@ class ProfileDdpCommand:
 
     out: pathlib.Path
     """Directory to write to; ranks on several hosts must all see it."""
-    sweep: DataParallelSweep = dataclasses.field(
+    sweep: Flat[DataParallelSweep] = dataclasses.field(
         default_factory=lambda: DataParallelSweep(
             strategies=("naive", "flat", "overlapped", "bucketed"), rounds=5
         )
     )
-    output: OutputOptions
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,10 @@ class ProfileStepCommand:
 
     out: pathlib.Path
     """Directory to write to."""
-    sweep: StepSweep = dataclasses.field(default_factory=lambda: StepSweep(warmup=(3,), steps=3))
-    output: OutputOptions
+    sweep: Flat[StepSweep] = dataclasses.field(
+        default_factory=lambda: StepSweep(warmup=(3,), steps=3)
+    )
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class TraceCommand:
 
     trace: Annotated[pathlib.Path, tyro.conf.Positional]
     """The file, plain or compressed with gzip."""
-    output: OutputOptions
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

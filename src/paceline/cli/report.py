@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from paceline.cli.bench import StoreOptions
-from paceline.cli.output import OutputOptions, print_record, stderr_console, stdout_console
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    ReadOptions,
+    print_record,
+    stderr_console,
+    stdout_console,
+)
 from paceline.core.errors import UsageError
 from paceline.course.suite.scales import PresetName
 
@@ -44,8 +50,8 @@ class TableCommand:
     """What rich and markdown show of a step: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
     """rich is for a terminal; with --json this is not used."""
-    store: StoreOptions
-    output: OutputOptions
+    store: Flat[ReadOptions]
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,8 @@ class PlotCommand:
     """Directory for the pictures."""
     plot: tuple[PlotName, ...] = ()
     """Which pictures; by default all that the records allow."""
-    store: StoreOptions
-    output: OutputOptions
+    store: Flat[ReadOptions]
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,14 +76,15 @@ class BuildCommand:
     out: pathlib.Path = pathlib.Path("report")
     """Directory for the report, and for what the commands of a preset print."""
     preset: PresetName | None = None
-    """Measure what the store lacks for this kind of machine; by default nothing is measured."""
+    """Measure what the store lacks for this kind of machine, and append it; by default nothing is
+    measured."""
     quick: bool = False
     """Smaller models, fewer sizes and fewer samples."""
     runs: pathlib.Path | None = None
     """Training runs for the scaling-law question; by default what PACELINE_COURSE_DATA names, and
     without it runs that are made up."""
-    store: StoreOptions
-    output: OutputOptions
+    store: Flat[ReadOptions]
+    output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if self.quick and self.preset is None:

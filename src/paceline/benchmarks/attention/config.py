@@ -1,4 +1,4 @@
-"""What to measure of attention on its own: implementations by length, width and format.
+"""What to measure of attention on its own: implementations by length, width and dtype.
 
 Torch-free, because the command line needs these types to parse its flags.
 """
@@ -30,7 +30,7 @@ class AttentionCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSweep:
-    """Time attention forward and backward."""
+    """Time attention forward and backward, and what it keeps for backward."""
 
     implementation: tuple[AttentionKind, ...] = ("naive",)
     """Which implementations to measure, in turn."""
@@ -41,7 +41,7 @@ class AttentionSweep:
     batch: int = 8
     """Sequences."""
     dtype: tuple[PrecisionName, ...] = ("float32",)
-    """Formats of queries, keys and values."""
+    """dtypes of queries, keys and values."""
     causal: bool = False
     """Mask later positions."""
     compile: bool = False

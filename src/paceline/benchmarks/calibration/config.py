@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from paceline.benchmarks.harness.config import DeviceName, ShapeOverrides
+from paceline.benchmarks.harness.config import DeviceName, ModelName, ShapeOverrides
 from paceline.benchmarks.strategies.config import require_ranks
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
@@ -53,7 +53,7 @@ class ComputeShapes:
 class CalibrationSweep:
     """Measure what this machine reaches on the parts of a training step."""
 
-    model: tuple[str, ...] = ("bytes-34M",)
+    model: tuple[ModelName, ...] = ("bytes-34M",)
     """Presets whose own matrices and attention are timed."""
     batch: tuple[int, ...] = (4,)
     """Sequences per rank and step."""

@@ -25,7 +25,7 @@ class CollectiveCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveSweep:
-    """Time collectives by size and number of ranks."""
+    """Time collectives by size and number of ranks, and fit their latency and bandwidth."""
 
     operations: tuple[Operation, ...] = ("all_reduce",)
     """Collectives to measure."""

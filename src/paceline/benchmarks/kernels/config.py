@@ -29,12 +29,12 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSweep:
-    """Compile the attention kernels ahead of time, without a GPU."""
+    """Compile the attention kernels ahead of time, without a GPU, and tell what they take."""
 
     architecture: tuple[Architecture, ...] = ("sm80", "sm86", "sm90", "sm100", "gfx942")
     """GPUs to compile for: A100, RTX 3090, H100, B200, MI300X."""
     dtype: tuple[PrecisionName, ...] = ("bfloat16",)
-    """Formats of queries, keys and values."""
+    """dtypes of queries, keys and values."""
     head_dim: tuple[int, ...] = (64, 128)
     """Widths of a head."""
     mask: tuple[Mask, ...] = ("causal", "full")

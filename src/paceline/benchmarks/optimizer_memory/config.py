@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from paceline.benchmarks.harness.config import DeviceName, PrecisionName, ShapeOverrides
+from paceline.benchmarks.harness.config import DeviceName, ModelName, PrecisionName, ShapeOverrides
 from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.benchmarks.strategies.config import Variant, require_ranks
 from paceline.core.errors import UsageError
@@ -29,7 +29,7 @@ class OptimizerCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSweep:
-    """Measure the memory of training steps by what it holds, with and without sharding."""
+    """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
 
     strategies: tuple[StrategyName, ...] = (
         "torch_ddp",
@@ -45,14 +45,14 @@ class OptimizerSweep:
     world_size: int | None = None
     """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
     and this must be left out."""
-    model: tuple[str, ...] = ("small",)
+    model: tuple[ModelName, ...] = ("small",)
     """Presets to measure."""
     batch: int = 4
     """Sequences per rank and step."""
     context: int = 128
     """Context length, in tokens."""
     precision: PrecisionName = "float32"
-    """Number format; the sixteen-bit ones are autocast."""
+    """dtype to compute in; bfloat16 and float16 are autocast."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
     warmup: int = 3

@@ -8,6 +8,7 @@ from typing import Literal
 from paceline.benchmarks.harness.config import (
     Compilation,
     DeviceName,
+    ModelName,
     PrecisionName,
     RunLimits,
     ShapeOverrides,
@@ -44,9 +45,9 @@ class StepCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSweep:
-    """Time the forward pass, backward pass and optimizer of a language model."""
+    """Time forward, backward and optimizer of a language model, and its peak memory."""
 
-    model: tuple[str, ...] = ("small",)
+    model: tuple[ModelName, ...] = ("small",)
     """Presets to measure."""
     context: tuple[int, ...] = (128,)
     """Context lengths, in tokens."""
@@ -55,7 +56,7 @@ class StepSweep:
     phase: tuple[Phase, ...] = ("train",)
     """How much of a step to run: train includes AdamW."""
     precision: tuple[PrecisionName, ...] = ("float32",)
-    """Number formats; the sixteen-bit ones are autocast."""
+    """dtypes to compute in; bfloat16 and float16 are autocast."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False

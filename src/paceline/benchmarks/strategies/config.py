@@ -9,6 +9,7 @@ from typing import Literal
 
 from paceline.benchmarks.harness.config import (
     DeviceName,
+    ModelName,
     PrecisionName,
     ShapeOverrides,
     require_counts,
@@ -56,7 +57,7 @@ AUTO_WARMUP = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelSweep:
-    """Time training steps under several strategies, in turn on the same ranks."""
+    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
 
     strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed")
     """Strategies to compare; ratios are to the first."""
@@ -65,14 +66,14 @@ class DataParallelSweep:
     world_size: int | None = None
     """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
     and this must be left out."""
-    model: tuple[str, ...] = ("small",)
+    model: tuple[ModelName, ...] = ("small",)
     """Presets to measure."""
     batch: int = 4
     """Sequences per rank and step."""
     context: int = 128
     """Context length, in tokens."""
     precision: PrecisionName = "float32"
-    """Number format; the sixteen-bit ones are autocast."""
+    """dtype to compute in; bfloat16 and float16 are autocast."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
