@@ -2,13 +2,16 @@
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
-from paceline.records import Metric, Record, RecordStore, latest_per_case
-from paceline.reports.document.model import Block, Picture
+from paceline.core.finding import Finding
+from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
+from paceline.reports.document.model import Block, Picture, finding_text
+from tests.unit.reports.factory import ENVIRONMENT
 
 RESULTS = pathlib.Path(__file__).parents[3] / "results"
 
@@ -59,6 +62,49 @@ def no_drawing(_plot: Any, _records: Any, name: str, description: str) -> Pictur
     return Picture(name=name, description=description, svg=b"<svg/>")
 
 
+def make_record(
+    kind: str, metrics: Mapping[str, float | Sequence[float]], *, outcome: Any = "ok", **case: Any
+) -> Record:
+    """A record of numbers or of samples, on two ranks of a processor unless the case says more."""
+    fields: dict[str, Any] = dict.fromkeys(find_kind(case.get("predicts", kind)).join_key, "x")
+    fields |= {"world_size": 2, "num_hosts": 1, "threads": 1}
+    return Record(
+        kind=kind,
+        case={**fields, "device": "cpu", "hardware": "a processor", **case},
+        environment=ENVIRONMENT,
+        metrics={
+            name: Metric.from_samples(list(value))
+            if isinstance(value, Sequence)
+            else Metric(value=value)
+            for name, value in metrics.items()
+        },
+        outcome=outcome,
+        reason=None if outcome == "ok" else "a reason",
+    )
+
+
 def sentences(blocks: tuple[Block, ...]) -> list[str]:
-    """All commentary."""
-    return [sentence for block in blocks for sentence in block.findings]
+    """All findings as text."""
+    return [finding_text(finding) for block in blocks for finding in block.findings]
+
+
+def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Every finding has these figures, and its text these words; None for what must be absent.
+
+    The key "says" is for words: a verdict, a name, a remedy.
+    """
+    found = {each.name: each for block in blocks for each in block.findings if _is_named(each)}
+    for name, figures in expected.items():
+        if figures is None:
+            assert name not in found
+            continue
+        finding = found[name]
+        says = figures.get("says", ())
+        for words in (says,) if isinstance(says, str) else says:
+            assert words in finding_text(finding)
+        known = {key: value for key, value in figures.items() if key != "says"}
+        assert {key: finding.figures[key] for key in known} == pytest.approx(known, rel=2e-3)
+
+
+def _is_named(finding: Any) -> bool:
+    return isinstance(finding, Finding)

@@ -3,7 +3,8 @@
 import functools
 import pathlib
 
-from paceline.course.findings.phrases import times
+from paceline.core.finding import Finding
+from paceline.course.findings.template import against, make_finding
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.groups import Evidence
@@ -17,7 +18,6 @@ _LEVEL = 0.9
 _NUM_DRAWS = 200
 _NOISE = 0.003
 _PLOTS = ("scaling-profiles", "scaling-laws")
-_CLOSE = 0.1
 _BEST, _ADVISED = "parametric", "lowest_run"
 # Near to what a replication of published runs found; the noise is that of repeated runs.
 _MADE_UP = LossSurface(
@@ -38,7 +38,6 @@ def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
 def _answer(runs: pathlib.Path | None) -> Block:
     found = fit(_read(runs), num_draws=_NUM_DRAWS)
     decisions = decide(found, _BUDGETS, level=_LEVEL)
-    findings = diagnose(found, _BUDGETS, _LEVEL)
     source = (
         "Runs that are made up, from a known surface with noise"
         if runs is None
@@ -52,10 +51,10 @@ def _answer(runs: pathlib.Path | None) -> Block:
             for name in _PLOTS
         ),
         findings=(
-            *(_budget_sentence(decision) for decision in decisions),
-            _method_sentence(decisions[-1]),
-            _cost_sentence(decisions[-1]),
-            *map(str, findings),
+            *(_allocation(decision) for decision in decisions),
+            *_methods(decisions[-1]),
+            _waste(decisions[-1]),
+            *diagnose(found, _BUDGETS, _LEVEL),
         ),
     )
 
@@ -68,42 +67,54 @@ def _by(decision: Decision, method: str) -> Answer | None:
     return next((answer for answer in decision.answers if answer.method == method), None)
 
 
-def _budget_sentence(decision: Decision) -> str:
+def _allocation(decision: Decision) -> Finding:
     best = _by(decision, _BEST) or decision.answers[-1]
-    parameters, tokens = best.parameters, best.tokens
-    return (
-        f"{decision.compute:.0e} FLOPs are best spent on {parameters.value:.3g} parameters "
-        f"({parameters.low:.3g} to {parameters.high:.3g}) and {tokens.value:.3g} tokens, "
-        f"{tokens.value / parameters.value:.3g} per parameter, by the {best.method} method; that "
-        f"is {times(decision.extrapolation)} the largest budget that was tried."
+    return make_finding(
+        "best_allocation",
+        "{flops} FLOPs are best spent on {parameters} parameters ({parameters_low} to "
+        "{parameters_high}) and {tokens} tokens, {tokens_per_parameter} per parameter, by the "
+        "{method} method; that is {extrapolation} times the largest budget that was tried.",
+        flops=f"{decision.compute:.0e}",
+        parameters=best.parameters.value,
+        parameters_low=best.parameters.low,
+        parameters_high=best.parameters.high,
+        tokens=best.tokens.value,
+        tokens_per_parameter=best.tokens.value / best.parameters.value,
+        method=best.method,
+        extrapolation=decision.extrapolation,
     )
 
 
-def _method_sentence(decision: Decision) -> str:
+def _methods(decision: Decision) -> list[Finding]:
     best, advised = _by(decision, _BEST), _by(decision, _ADVISED)
     if best is None or advised is None:
-        return "Not every method could be used, so they are not compared."
-    ratio = advised.parameters.value / best.parameters.value
-    if abs(ratio - 1) < _CLOSE:
-        meaning = "the two agree, so the shape of the profiles adds little here"
-    else:
-        meaning = (
-            "it throws away the shape of every profile and keeps one run of each, whose size is "
-            "one of the few that were tried"
+        return []
+    return [
+        make_finding(
+            "lowest_run",
+            "Taking the lowest run of each budget, as the hand-out advises, gives {parameters} "
+            "parameters at {flops} FLOPs, beside the fitted surface's {fitted_parameters}: "
+            "{verdict}.",
+            "It keeps one run of each budget, whose size is one of the few that were tried; a fit "
+            "uses the shape of every profile. Tokens are C/6N in every method.",
+            parameters=advised.parameters.value,
+            flops=f"{decision.compute:.0e}",
+            fitted_parameters=best.parameters.value,
+            verdict=against(advised.parameters.value, best.parameters.value),
         )
-    return (
-        f"Taking the lowest run of each budget, as the hand-out advises, gives "
-        f"{advised.parameters.value:.3g} parameters at {decision.compute:.0e} FLOPs, "
-        f"{times(ratio)} the fitted surface's: {meaning}. Tokens are C/6N in every method, so that "
-        "N and D cannot contradict each other."
-    )
+    ]
 
 
-def _cost_sentence(decision: Decision) -> str:
+def _waste(decision: Decision) -> Finding:
     worst = max(decision.waste, key=lambda waste: waste.wasted)
     least = min(decision.waste, key=lambda waste: waste.wasted)
-    return (
-        f"A model of {worst.parameters:.3g} parameters, {worst.reason}, would waste "
-        f"{worst.wasted:.1%} of the FLOPs; {least.reason} wastes {least.wasted:.2%}: the optimum "
-        "is flat, and being off by a little costs almost nothing."
+    return make_finding(
+        "wasted_compute",
+        "A model of {parameters} parameters, {reason}, would waste {wasted_share} of the FLOPs; "
+        "{least_reason} wastes {least_wasted}: the optimum is flat.",
+        parameters=worst.parameters,
+        reason=worst.reason,
+        wasted_share=worst.wasted,
+        least_reason=least.reason,
+        least_wasted=f"{least.wasted:.2%}",
     )

@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 
+from paceline.core.finding import Finding
 from paceline.course.answers.block import measured_block
-from paceline.course.findings.naive_and_flat import flat_sentences, naive_sentences
-from paceline.course.findings.overhead import overhead_figures, overhead_sentences
-from paceline.course.findings.overlap import overlap_sentences, trace_sentences
+from paceline.course.findings.overhead import overhead_figures, overhead_findings
+from paceline.course.findings.strategies import (
+    flat_findings,
+    naive_findings,
+    overlap_findings,
+    trace_findings,
+)
+from paceline.course.findings.template import make_finding
 from paceline.records import Record
-from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTS
+from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTION, PREDICTS
 from paceline.reports.document.model import Block, Picture
 from paceline.reports.document.pictures import draw_picture, picture_of
 from paceline.reports.evidence.fields import strategy_text
@@ -27,35 +33,22 @@ from paceline.reports.tables.table import records_table
 
 def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
     """Says how equality with one process is shown."""
-    return (
-        Block(
-            heading="Equality with one process",
-            findings=(
-                "python course/benchmark_naive_ddp.py --model toy trains a toy for ten steps on "
-                "different data per rank, and then compares its weights with those of one process "
-                "that has seen all of it.",
-                "tests/distributed/test_data_parallel.py does the same for every container, with "
-                "frozen and tied parameters, accumulation, and ranks that begin with different "
-                "weights.",
-            ),
-        ),
+    finding = make_finding(
+        "equality_with_one_process",
+        "python course/benchmark_naive_ddp.py --model toy trains a toy for ten steps on different "
+        "data per rank, and then compares its weights with those of one process that has seen all "
+        "of it; tests/distributed/test_data_parallel.py does the same for every strategy, with "
+        "frozen and tied parameters, accumulation, and ranks that begin with different weights.",
     )
+    return (Block(heading="Equality with one process", findings=(finding,)),)
 
 
 def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what one message per parameter costs."""
     blocks = []
     for number, group in enumerate(strategy_groups(evidence, "naive")):
-        (naive,) = of_strategies(group, "naive")
-        shown = of_strategies(group, "none", "naive")
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(shown),),
-                pictures=(_phases(shown, f"naive-{number}"),),
-                findings=naive_sentences(naive, group),
-            )
-        )
+        *_, naive = shown = of_strategies(group, "none", "naive")
+        blocks.append(_block(group, shown, f"naive-{number}", naive_findings(naive, group)))
     return tuple(blocks)
 
 
@@ -64,36 +57,36 @@ def answer_flat(evidence: Evidence) -> tuple[Block, ...]:
     blocks = []
     for number, group in enumerate(strategy_groups(evidence, "naive", "flat")):
         naive, flat = shown = of_strategies(group, "naive", "flat")
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(shown),),
-                pictures=(_phases(shown, f"flat-{number}"),),
-                findings=flat_sentences(naive, flat),
-            )
-        )
+        blocks.append(_block(group, shown, f"flat-{number}", flat_findings(naive, flat)))
     return tuple(blocks)
-
-
-def _phases(records: Sequence[Record], name: str) -> Picture:
-    return draw_picture("strategies", records, name, "Phases of a training step by strategy")
 
 
 def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what communicating during backward gains, by parameter and by bucket."""
     blocks = []
     for number, group in enumerate(strategy_groups(evidence, "bucketed")):
-        ordered = of_strategies(group, *STRATEGIES)
+        shown = of_strategies(group, *STRATEGIES)
         predictions = _predictions(evidence, group)
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(ordered),),
-                pictures=_overlap_pictures(ordered, predictions, number),
-                findings=overlap_sentences(ordered, predictions),
-            )
-        )
+        findings = overlap_findings(shown, predictions)
+        sizes = _bucket_sizes([*shown, *predictions], f"bucket-size-{number}")
+        blocks.append(_block(group, shown, f"strategies-{number}", findings, sizes))
     return tuple(blocks)
+
+
+def _block(
+    group: Sequence[Record],
+    shown: Sequence[Record],
+    name: str,
+    findings: Sequence[Finding],
+    further: Sequence[Picture] = (),
+) -> Block:
+    phases = draw_picture("strategies", shown, name, "Phases of a training step by strategy")
+    return measured_block(
+        group,
+        tables=(records_table(shown),),
+        pictures=(phases, *further),
+        findings=findings,
+    )
 
 
 def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
@@ -111,25 +104,12 @@ def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _overlap_pictures(
-    records: Sequence[Record], predictions: Sequence[Record], number: int
-) -> tuple[Picture, ...]:
-    pictures = [_phases(records, f"strategies-{number}")]
-    sizes = {
-        record.case["bucket_size_mb"]
-        for record in records
-        if isinstance(record.case["bucket_size_mb"], int | float)
-    }
-    if len(sizes) > 1:
-        pictures.append(
-            draw_picture(
-                "bucket-size",
-                [*records, *predictions],
-                f"bucket-size-{number}",
-                "Exposed communication by bucket size, measured and predicted",
-            )
-        )
-    return tuple(pictures)
+def _bucket_sizes(records: Sequence[Record], name: str) -> list[Picture]:
+    sizes = {record.case["bucket_size_mb"] for record in records if record.kind != PREDICTION}
+    if len(sizes - {None, "auto"}) < 2:
+        return []
+    description = "Exposed communication by bucket size, measured and predicted"
+    return [draw_picture("bucket-size", records, name, description)]
 
 
 def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
@@ -156,7 +136,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
                         "Computing and messages of every rank in one step, by strategy",
                     ),
                 ),
-                findings=trace_sentences(waits_least),
+                findings=trace_findings(waits_least),
             )
         )
     return tuple(blocks)
@@ -176,6 +156,6 @@ def calculate_overhead(evidence: Evidence) -> tuple[Block, ...]:
                     "Four ways to average gradients, played through the recurrence",
                 ),
             ),
-            findings=tuple(overhead_sentences(figures)),
+            findings=tuple(overhead_findings(figures)),
         ),
     )

@@ -6,11 +6,14 @@ import msgspec
 
 from paceline.accounting.communication.overlap_explained import explain_overhead
 from paceline.accounting.explanation import Explanation
-from paceline.core.units import format_binary_bytes, format_seconds
+from paceline.core.finding import Finding
+from paceline.course.findings.template import make_finding
 from paceline.records import Record, join_key
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_topology
 from paceline.reports.evidence.strategies import OVER, has_peers
+
+_NEEDED = ("gradient_bytes", "algorithm_bandwidth_bytes_per_s", "latency_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +53,9 @@ _EXAMPLE = OverheadFigures(
 def overhead_figures(evidence: Evidence) -> OverheadFigures:
     """Returns what was measured of the group that a prediction was made for, or an example."""
     for record in evidence.predictions("ddp"):
-        needed = ("gradient_bytes", "algorithm_bandwidth_bytes_per_s", "latency_s")
-        # A fit without a slope has no bandwidth, and one through the origin no time of a call.
-        figures = [record.metrics[name].value for name in needed if name in record.metrics]
-        if len(figures) < len(needed) or min(figures) <= 0 or not has_peers(record):
+        # A fit without a slope has no bandwidth, and one through the origin no latency.
+        figures = [record.metrics[name].value for name in _NEEDED if name in record.metrics]
+        if len(figures) < len(_NEEDED) or min(figures) <= 0 or not has_peers(record):
             continue
         total_bytes, bytes_per_s, latency_s = figures
         same = [
@@ -77,37 +79,46 @@ def _is_same_step(without: Record, record: Record) -> bool:
     return join_key(msgspec.structs.replace(without, case=case)) == join_key(record)
 
 
-def overhead_sentences(figures: OverheadFigures) -> list[str]:
-    """Says which buckets are best, each time under what assumption."""
+def overhead_findings(figures: OverheadFigures) -> list[Finding]:
+    """Tells which buckets are best, each time under what assumption."""
     balanced, *measured = (working.values for working in figures.work())
-    sending = format_seconds(figures.total_bytes / figures.bytes_per_s)
-    sentences = [
-        "Bucket k is ready at k t and takes t + o, the last ends at (n + 1) t + n o, and "
-        "backward at n t: the difference, s/(n w) + n o, is the overhead. (The total time and the "
-        "number of buckets alone, as the answer is often given, are other figures.)",
-    ]
-    if balanced["num_buckets"] < 1:
-        sentences.append(
-            f"Here one call takes longer than all bytes, {sending}, so one message for all is best."
-        )
-    else:
-        sentences.append(
+    findings = [
+        make_finding(
+            "overhead_equation",
+            "Bucket k is ready at k t and takes t + o, the last ends at (n + 1) t + n o, and "
+            "backward at n t: the difference, s/(n w) + n o, is the overhead.",
+            "The total time, or the number of buckets by itself, is another figure.",
+        ),
+        make_finding(
+            "best_bucket_balanced",
             "If computing a bucket takes as long as sending its bytes, as the equation assumes, "
-            f"some {balanced['num_buckets']:.0f} buckets of "
-            f"{format_binary_bytes(balanced['bucket_bytes'])} are best, with "
-            f"{format_seconds(balanced['overhead_s'])} of overhead; half the time of a call makes "
-            "them 1.4 times smaller, twice the bandwidth 1.4 times larger."
+            "{num_buckets} buckets of {bucket_bytes} are best, with {overhead_s} of overhead.",
+            "Half the latency of a call makes them 1.4 times smaller, twice the bandwidth 1.4 "
+            "times larger."
+            if balanced["num_buckets"] >= 1
+            else "A call takes longer than all bytes: send one bucket.",
+            **balanced,
+        ),
+    ]
+    for best in measured:
+        assert figures.without is not None
+        case = figures.without.case
+        findings.append(
+            make_finding(
+                "best_bucket_measured",
+                "If gradients become ready evenly over the backward that was measured without "
+                "communication, {backward_s} at batch {batch} and context {context}, where the "
+                "bytes need {sending_s}, {num_buckets} buckets of {bucket_bytes} are best, and "
+                "leave {overhead_s} exposed.",
+                "",
+                backward_s=_backward_seconds(figures.without),
+                batch=str(case["batch"]),
+                context=str(case["context"]),
+                sending_s=figures.total_bytes / figures.bytes_per_s,
+                **best,
+            )
         )
-    if figures.without is not None:
-        (best,), case = measured, figures.without.case
-        sentences.append(
-            "If gradients become ready evenly over the backward that was measured without "
-            f"communication, {format_seconds(_backward_seconds(figures.without))} at batch "
-            f"{case['batch']} and context {case['context']}, where the bytes need {sending}, some "
-            f"{best['num_buckets']:.0f} of {format_binary_bytes(best['bucket_bytes'])} are best, "
-            f"and leave {format_seconds(best['overhead_s'])}."
-        )
-    return sentences
+    return findings
 
 
 def _backward_seconds(record: Record) -> float:

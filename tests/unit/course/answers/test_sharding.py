@@ -1,85 +1,95 @@
-"""What is said of the time and memory of sharding is true of the figures."""
+"""Findings in the time and memory of sharding follow from the records."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from paceline.course.answers import sharding as answers_sharding
+from paceline.course.answers import sharding
 from paceline.course.answers.sharding import answer_memory, answer_time
-from paceline.records import Metric, Record, find_kind
+from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import no_drawing, sentences
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.course.report_cases import check, make_record, no_drawing
 
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
-
-
-def _optimizer(strategy: str, step: float, spread: Sequence[float], **case: Any) -> Record:
-    usual: dict[str, Any] = dict.fromkeys(find_kind("optimizer").join_key, "x")
-    usual |= {"strategy": strategy, "bucket_size_mb": None}
-    return Record(
-        kind="optimizer",
-        case=usual | case,
-        environment=ENVIRONMENT,
-        metrics={
-            "step_time_s": Metric.from_samples([step * factor for factor in spread]),
-            "optimizer_time_s": Metric(value=step / 8),
-        },
-        outcome="ok",
-    )
-
-
-@pytest.mark.parametrize(
-    ("step", "spread", "must", "must_not"),
-    [
-        (1.2, STEADY, ["1.2 times, longer than the unsharded one's 1 s"], ["told apart"]),
-        (0.8, STEADY, ["0.8 times, shorter than the unsharded one's"], ["told apart"]),
-        (1.02, STEADY, ["1.02 times the unsharded one's 1 s: the two cannot"], ["longer", "only"]),
-        (1.8, (1.0, 1.0), ["1 s: longer, judged by 2 samples only"], ["longer than", "apart"]),
-        (0.9, (1.0, 1.0), ["1 s: no longer, judged by 2 samples only"], ["shorter", "apart"]),
-    ],
-)
-def test_the_time_of_sharding_is_judged_by_its_samples(
-    step: float, spread: Sequence[float], must: list[str], must_not: list[str]
-) -> None:
-    pair = [
-        _optimizer("torch_ddp", 1.0, spread, world_size=4),
-        _optimizer("sharded_optimizer", step, spread, world_size=4),
-    ]
-    text = " ".join(sentences(answer_time(Evidence.of(pair))))
-    for part in (*must, "among 4 ranks"):
-        assert part in text
-    for part in must_not:
-        assert part not in text
-
-
-def test_one_rank_divides_no_work() -> None:
-    pair = [
-        _optimizer(name, 1.0, STEADY, world_size=1) for name in ("torch_ddp", "sharded_optimizer")
-    ]
-    assert answer_time(Evidence.of(pair)) == ()
-
-
+GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
+def _record(
+    strategy: str,
+    step: float = 1.0,
+    *,
+    spread: Sequence[float] = STEADY,
+    world_size: int = 4,
+    state: float = 2 * GIB,
+) -> Record:
+    """A step whose peaks are 1, 4 and 3 GiB for each of its seconds, and its state as given."""
+    metrics: dict[str, Any] = {
+        "step_time_s": [step * factor for factor in spread],
+        "optimizer_time_s": [step**2 / 8 * factor for factor in spread],
+    }
+    for instant, peak in (("after_init", 1), ("before_step", 4), ("after_step", 3)):
+        metrics[f"peak_{instant}_bytes"] = step * peak * GIB
+        metrics |= dict.fromkeys((f"{instant}_{part}_bytes" for part in PARTS), GIB / 2)
+        metrics[f"{instant}_optimizer_state_bytes"] = state
+    case = {"strategy": strategy, "bucket_size_mb": None, "world_size": world_size}
+    return make_record("optimizer", metrics, **case)
+
+
 @pytest.mark.parametrize(
-    ("peak", "said"),
-    [(1.0, "1.00 GiB, as much"), (0.8, "MiB, 20% less"), (1.2, "1.20 GiB, 20% more")],
+    ("step", "spread", "says"),
+    [
+        (1.2, STEADY, "more"),
+        (0.8, STEADY, "less"),
+        (1.02, STEADY, "alike"),
+        (1.8, (1.0, 1.0), "unknown: too few samples, 2"),
+    ],
 )
-def test_a_peak_is_less_more_or_the_same(
-    monkeypatch: pytest.MonkeyPatch, peak: float, said: str
+def test_the_time_of_sharding_is_judged_by_its_samples(
+    step: float, spread: Sequence[float], says: str
 ) -> None:
-    monkeypatch.setattr(answers_sharding, "draw_picture", no_drawing)
+    pair = [_record("torch_ddp", spread=spread), _record("sharded_optimizer", step, spread=spread)]
+    times = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
+    figures = {**times, "unsharded_step_s": 1.0, "says": ("sharded_optimizer", says)}
+    expected = {"step_against_unsharded": figures, "sharding_tradeoff": {"world_size": 4}}
+    blocks = answer_time(Evidence.of(pair))
+    check(blocks, expected)
+    assert blocks[0].tables[0].rows[1][1:] == (
+        *(f"{step * 1e3:.4g}", f"{step**2 * 125:.4g}", f"{step:.3f}"),
+    )
 
-    def memory(strategy: str, peak: float) -> Record:
-        record = _optimizer(strategy, 1.0, STEADY, world_size=2)
-        for instant in ("after_init", "before_step", "after_step"):
-            record.metrics[f"peak_{instant}_bytes"] = Metric(value=peak * 2**30)
-            for part in PARTS:
-                record.metrics[f"{instant}_{part}_bytes"] = Metric(value=peak * 2**30 / len(PARTS))
-        return record
 
-    pair = [memory("torch_ddp", 1.0), memory("sharded_optimizer", peak)]
-    assert said in " ".join(sentences(answer_memory(Evidence.of(pair))))
+def test_one_rank_shards_no_work() -> None:
+    pair = [_record(name, world_size=1) for name in ("torch_ddp", "sharded_optimizer")]
+    assert answer_time(Evidence.of(pair)) == ()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "figures"),
+    [
+        ({}, None),
+        ({"torch_ddp": 3.9, "sharded": 3.3}, {"predicted_bytes": 3.3 * GIB, "says": "alike (-3%)"}),
+        ({"torch_ddp": 3.9, "sharded": 2.5}, {"peak_bytes": 3.2 * GIB, "says": "more (+28%)"}),
+    ],
+)
+def test_memory_is_told_by_instant_and_held_against_predictions(
+    monkeypatch: pytest.MonkeyPatch,
+    predicted: dict[str, float],
+    figures: dict[str, Any] | None,
+) -> None:
+    monkeypatch.setattr(sharding, "draw_picture", no_drawing)
+    records = [_record("torch_ddp"), _record("sharded", 0.8, state=GIB / 2)]
+    for record in records[:2]:
+        peak = predicted.get(str(record.case["strategy"]))
+        metrics = {} if peak is None else {"peak_before_step_bytes": peak * GIB}
+        case = {**record.case, "predicts": "optimizer"}
+        records += [make_record("prediction", metrics, **case)] if metrics else []
+    instants = {"after_init_bytes": GIB, "before_step_bytes": 4 * GIB, "after_step_bytes": 3 * GIB}
+    sharded = {"before_step_bytes": 3.2 * GIB, "peak_share": 0.8, "state_bytes": GIB / 2}
+    expected = {
+        "unsharded_memory": {**instants, "largest_bytes": 2 * GIB, "says": "optimizer state is"},
+        "sharded_memory": {**sharded, "unsharded_state_bytes": 2 * GIB},
+        "peak_prediction": figures,
+    }
+    check(answer_memory(Evidence.of(records)), expected)

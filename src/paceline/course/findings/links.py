@@ -1,0 +1,59 @@
+"""What throughput says beside the rate of a link: one judgement for collectives and for steps."""
+
+from paceline.accounting.communication.collectives import bus_factor
+from paceline.core.finding import Finding
+from paceline.core.units import format_decimal
+from paceline.course.findings.template import against, make_finding, standing
+from paceline.records import Record
+from paceline.records.links import describe_unknown_link, find_link, is_loopback
+from paceline.reports.evidence.fields import case_number
+
+_MEANING = {
+    "less": "Not only the link bounds it: the latency of calls or copying takes the rest.",
+    "alike": "The link bounds it: only fewer bytes or a faster link would shorten it.",
+    "more": "Something other than this link carried it, or its rate is not the one assumed.",
+}
+
+
+def link_finding(record: Record, num_bytes: float, seconds: float) -> Finding:
+    """Holds the bus bandwidth of all-reduces against the link's rate.
+
+    Args:
+        record: Whose case says over what they went.
+        num_bytes: What was reduced.
+        seconds: How long that took.
+    """
+    bus = float(bus_factor("all_reduce", case_number(record, "world_size"))) * num_bytes / seconds
+    size = format_decimal(num_bytes, "B")
+    link = find_link(record.case)
+    if link is not None:
+        return make_finding(
+            "link_share",
+            "{size} are all-reduced with a bus bandwidth of {bus_bytes_per_s}, {link_share} of the "
+            "{link_bytes_per_s} of the link ({link}): {verdict}.",
+            _MEANING[standing(bus, link.bytes_per_s)],
+            size=size,
+            bus_bytes_per_s=bus,
+            link_share=bus / link.bytes_per_s,
+            link_bytes_per_s=link.bytes_per_s,
+            link=link.name,
+            verdict=against(bus, link.bytes_per_s),
+        )
+    if is_loopback(record.case):
+        return make_finding(
+            "loopback",
+            "Ranks share the processors of one host: the bus bandwidth of {bus_bytes_per_s}, for "
+            "{size}, is that of copying and adding, not of a network.",
+            "For claims about communication, use links (paceline lab run) or GPUs.",
+            size=size,
+            bus_bytes_per_s=bus,
+        )
+    return make_finding(
+        "unknown_link",
+        "{unknown}, so there is nothing to hold the bus bandwidth of {bus_bytes_per_s}, for "
+        "{size}, against.",
+        "Shape the links to a rate (paceline lab run --rate).",
+        unknown=describe_unknown_link(record.case),
+        size=size,
+        bus_bytes_per_s=bus,
+    )

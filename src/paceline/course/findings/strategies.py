@@ -1,0 +1,209 @@
+"""What the steps of data-parallel strategies say: communication after backward, and during it."""
+
+from collections.abc import Mapping, Sequence
+
+from paceline.core.finding import Finding
+from paceline.course.findings.links import link_finding
+from paceline.course.findings.template import ALIKE, make_finding, standing
+from paceline.records import Record, join_key
+from paceline.records.links import is_loopback
+from paceline.reports.evidence.fields import strategy_text
+from paceline.reports.evidence.strategies import (
+    exposed_ratio,
+    exposed_seconds,
+    of_strategies,
+    step_ratio,
+    step_seconds,
+)
+
+_RIVALS = {
+    "naive": "one all-reduce per parameter after backward",
+    "flat": "one all-reduce after backward",
+    "overlapped": "one all-reduce per parameter during backward",
+    "torch_ddp": "torch's DistributedDataParallel",
+}
+
+
+def naive_findings(naive: Record, group: Sequence[Record]) -> list[Finding]:
+    """Tells what one all-reduce per parameter costs, beside the others of its group."""
+    step_s, exposed_s = step_seconds(naive), exposed_seconds(naive)
+    findings = [
+        make_finding(
+            "exposed_communication",
+            "Of a step of {step_s}, {exposed_s} ({exposed_share}) are exposed communication: "
+            "{num_messages} all-reduces, one per parameter, when backward is over.",
+            step_s=step_s,
+            exposed_s=exposed_s,
+            exposed_share=exposed_s / step_s,
+            num_messages=naive.metrics["num_messages"].value,
+        )
+    ]
+    findings += [_against_none(naive, none) for none in of_strategies(group, "none")]
+    gradient_bytes = naive.metrics["gradient_bytes"].value
+    if exposed_s > 0 and gradient_bytes > 0:
+        findings.append(link_finding(naive, gradient_bytes, exposed_s))
+    return findings
+
+
+def flat_findings(naive: Record, flat: Record) -> list[Finding]:
+    """Tells what one all-reduce for everything gains: the same bytes, fewer calls, a copy more."""
+    return [
+        make_finding(
+            "flat_step",
+            "One all-reduce instead of {num_messages} takes the step from {naive_step_s} to "
+            "{flat_step_s}, {ratio}.",
+            num_messages=naive.metrics["num_messages"].value,
+            naive_step_s=step_seconds(naive),
+            flat_step_s=step_seconds(flat),
+            ratio=step_ratio(flat, naive),
+        ),
+        make_finding(
+            "flat_exposed_communication",
+            "Exposed communication goes from {naive_exposed_s} to {flat_exposed_s}, {ratio}: the "
+            "latency of calls against the copy of all gradients.",
+            "All of it is after backward: only overlap can hide it.",
+            naive_exposed_s=exposed_seconds(naive),
+            flat_exposed_s=exposed_seconds(flat),
+            ratio=exposed_ratio(flat, naive),
+        ),
+    ]
+
+
+def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -> list[Finding]:
+    """Tells how the best bucket size fares against the other strategies and the model."""
+    buckets = of_strategies(records, "bucketed")
+    best = min(buckets, key=step_seconds)
+    findings = [_best_bucket(best, buckets), _exposed(best)]
+    findings += [_against_none(best, none) for none in of_strategies(records, "none")]
+    for strategy in _RIVALS:
+        rivals = of_strategies(records, strategy)
+        if rivals:
+            findings.append(_against(best, min(rivals, key=step_seconds)))
+    findings.append(_prediction(buckets, predictions))
+    if is_loopback(best.case):
+        findings.append(
+            make_finding(
+                "loopback",
+                "On one host, {world_size} ranks send with the processors that compute, so there "
+                "is little to hide communication behind.",
+                "For claims about overlap, use links (paceline lab run) or GPUs.",
+                world_size=float(str(best.case["world_size"])),
+            )
+        )
+    return findings
+
+
+def _best_bucket(best: Record, buckets: Sequence[Record]) -> Finding:
+    ratios = {strategy_text(each): step_ratio(each, best) for each in buckets if each is not best}
+    close = [
+        f"{name}: {ratio.standing}"
+        for name, ratio in ratios.items()
+        if ratio is not None and ratio.standing in ("alike", "unknown")
+    ]
+    return make_finding(
+        "best_bucket",
+        "{strategy} has the shortest step of {num_sizes} measured, {step_s}{close}.",
+        strategy=strategy_text(best),
+        num_sizes=len(buckets),
+        step_s=step_seconds(best),
+        close=f" (beside it, {', '.join(close)})" if close else "",
+    )
+
+
+def _exposed(best: Record) -> Finding:
+    communication = best.metrics.get("communication_s")
+    return make_finding(
+        "exposed_communication",
+        "{exposed_s} of its communication are exposed; without overlap it takes {communication_s}.",
+        exposed_s=exposed_seconds(best),
+        communication_s=None if communication is None else communication.value,
+    )
+
+
+def _against_none(record: Record, none: Record) -> Finding:
+    """Tells what communication costs altogether: the wait for it, and slower computing."""
+    exposed_s = exposed_seconds(record)
+    return make_finding(
+        "step_against_none",
+        "{strategy} takes {ratio} as long as a step without communication ({none_step_s}); besides "
+        "the {exposed_s} exposed, the two differ by {slowdown_s}.",
+        strategy=strategy_text(record),
+        ratio=step_ratio(record, none),
+        none_step_s=step_seconds(none),
+        exposed_s=exposed_s,
+        slowdown_s=step_seconds(record) - step_seconds(none) - exposed_s,
+    )
+
+
+def _against(best: Record, rival: Record) -> Finding:
+    strategy = str(rival.case["strategy"])
+    return make_finding(
+        f"step_against_{strategy}",
+        "It takes {ratio} as long as {rival} ({what}: {rival_step_s}, {rival_exposed_s} exposed).",
+        ratio=step_ratio(best, rival),
+        rival=strategy_text(rival),
+        what=_RIVALS[strategy],
+        rival_step_s=step_seconds(rival),
+        rival_exposed_s=exposed_seconds(rival),
+    )
+
+
+def _prediction(buckets: Sequence[Record], predictions: Sequence[Record]) -> Finding:
+    predicted = {join_key(record): exposed_seconds(record) for record in predictions}
+    known = [record for record in buckets if join_key(record) in predicted]
+    if not known:
+        return make_finding(
+            "no_prediction",
+            "What the overlap model expects of {num_sizes} bucket sizes is unknown.",
+            "Measure --bucket-size-mb auto beside them: it finds out what the model needs.",
+            num_sizes=len(buckets),
+        )
+
+    def error_s(record: Record) -> float:
+        return abs(predicted[join_key(record)] - exposed_seconds(record))
+
+    worst = max(known, key=error_s)
+    return make_finding(
+        "prediction_error",
+        "The overlap model predicts the exposed communication of {num_alike} of {num_sizes} "
+        "bucket sizes within {tolerance_share}; it is furthest off at {strategy}: {predicted_s} "
+        "predicted, {measured_s} measured, {error_share} of the step apart.",
+        num_alike=sum(
+            exposed_seconds(each) > 0
+            and standing(predicted[join_key(each)], exposed_seconds(each)) == "alike"
+            for each in known
+        ),
+        num_sizes=len(known),
+        tolerance_share=ALIKE,
+        strategy=strategy_text(worst),
+        predicted_s=predicted[join_key(worst)],
+        measured_s=exposed_seconds(worst),
+        error_share=error_s(worst) / step_seconds(worst),
+    )
+
+
+def trace_findings(waiting_least: Mapping[str, Record]) -> list[Finding]:
+    """Tells by strategy how much of communication overlaps with computing, the least first.
+
+    Args:
+        waiting_least: By strategy, the timeline of the rank that waits least.
+    """
+    findings = []
+    for name, record in waiting_least.items():
+        overlapped = record.metrics.get("overlapped_communication_s")
+        if overlapped is None:
+            continue
+        exposed_s = exposed_seconds(record)
+        communication_s = overlapped.value + exposed_s
+        findings.append(
+            make_finding(
+                "overlap_in_trace",
+                "{strategy}: {exposed_s} exposed on the rank that waits least; {overlapped_share} "
+                "of {communication_s} of communication overlap with computing.",
+                strategy=name,
+                exposed_s=exposed_s,
+                communication_s=communication_s,
+                overlapped_share=overlapped.value / communication_s if communication_s else 0.0,
+            )
+        )
+    return sorted(findings, key=lambda finding: finding.figures["overlapped_share"])
