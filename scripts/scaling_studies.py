@@ -8,8 +8,10 @@ import dataclasses
 import pathlib
 import sys
 
+from fake_training_service import design_study
+
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.validation.coverage import coverage_study, design_study, warning_study
+from paceline.scaling.validation.coverage import coverage_study, warning_study
 from paceline.scaling.validation.synthetic import Departure
 
 _NOISE = 0.005

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.records.store import decode_record
 from paceline.scaling import synthetic_sweep
-from paceline.scaling.validation.fake_service import FakeTrainingService, random_truth, serve
+from scripts.fake_training_service import FakeTrainingService, random_truth, serve
 from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -124,7 +124,15 @@ def test_design_proposes_and_buys(tmp_path: pathlib.Path) -> None:
         (["check", "runs.json", "--budget", "1e24", "--parameters", "-1"], "--parameters is -1"),
         (["design", "--budget", "1", "--target", "1e19"], "buys no run"),
         (["design", "--budget", "1e18", "--target", "nan"], "a target of nan"),
-        (["design", "--budget", "1e14", "--target", "1e19"], "tells of a target of 1e+19"),
+        (["design", "--budget", "1e14", "--target", "1e19"], "aim lower than 1e+19 FLOPs"),
+        (["design", "--budget", "1", "--target", "1e19", "--sizes", "-1"], "--sizes is -1"),
+        (
+            [
+                *("design", "--budget", "1", "--target", "1e19", "--sizes", "1e7"),
+                *("--candidates", "none.csv"),
+            ],
+            "--sizes and --candidates",
+        ),
         (
             ["design", "--budget", "1e18", "--target", "1e19", "--service", "nowhere"],
             "an address such as",

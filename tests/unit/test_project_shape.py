@@ -112,6 +112,7 @@ EXPORTS = {
         "run_ranks",
     },
     "paceline.scaling": {
+        "CandidateRun",
         "Decision",
         "Finding",
         "LossSurface",
@@ -119,6 +120,7 @@ EXPORTS = {
         "ScalingFit",
         "Sweep",
         "SweepDesign",
+        "candidate_runs",
         "decide",
         "diagnose",
         "fit",

@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.finding import Finding
+    from paceline.records import Record
     from paceline.scaling import ScalingFit
+    from paceline.scaling.experiments.design import Belief
 
-_Runs = Annotated[pathlib.Path, tyro.conf.Positional]
+
+def _argument(metavar: str) -> object:
+    """Names an optional value in the help as what it is, without the None that leaves it out."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="(optional)")
+
+
+_Runs = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS")]
+_OptionalPath = Annotated[pathlib.Path | None, _argument("PATH")]
+_OptionalFloat = Annotated[float | None, _argument("FLOAT")]
+_OptionalInt = Annotated[int | None, _argument("INT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +35,9 @@ class FitOptions:
     """How runs are fitted."""
 
     draws: int = 1000
-    """Replicates that intervals are made of."""
+    """Bootstrap replicates that intervals are made of."""
     seed: int = 0
-    """Of the replicates."""
+    """Seed of the replicates."""
 
     def __post_init__(self) -> None:
         if self.draws < 2:
@@ -44,13 +55,13 @@ class FitCommand:
     level: float = 0.9
     """Probability with which intervals should hold the truth."""
     vocab_size: int = 32_000
-    """Of the model to build."""
+    """Vocabulary of the model to build."""
     context: int = 2048
     """Tokens per sequence of the run to make."""
-    batch_tokens: int | None = None
-    """Tokens per step; by default what Step Law advises."""
-    plots: pathlib.Path | None = None
-    """Directory for pictures, PNG and SVG."""
+    batch_tokens: _OptionalInt = None
+    """Tokens per step; what Step Law advises unless given."""
+    plots: _OptionalPath = None
+    """Directory for figures, PNG and SVG."""
     fit: FitOptions
     output: OutputOptions
 
@@ -61,18 +72,20 @@ class FitCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckCommand:
-    """Hold somebody's answer against runs: an N and a D for a budget, or coefficients."""
+    """Check a claimed N, D or fit against your runs."""
 
     runs: _Runs
-    """As for fit."""
+    """JSON, JSON Lines or CSV with parameters, compute_budget or tokens, and final_loss."""
     budget: float
-    """FLOPs that the answer is about."""
-    parameters: float | None = None
+    """FLOPs that the claim is about."""
+    parameters: _OptionalFloat = None
     """The claimed N."""
-    tokens: float | None = None
-    """The claimed D; by default C/6N."""
-    coefficients: tuple[str, str, str, str, str] | None = None
-    """The claimed E, A, alpha, B and beta, as printed: their digits count."""
+    tokens: _OptionalFloat = None
+    """The claimed D; C/6N unless given."""
+    coefficients: Annotated[
+        tuple[str, str, str, str, str] | None, _argument("E A ALPHA B BETA")
+    ] = None
+    """The claimed coefficients, as printed: their digits count."""
     fit: FitOptions
     output: OutputOptions
 
@@ -84,27 +97,46 @@ class CheckCommand:
             ("--parameters", self.parameters),
             ("--tokens", self.tokens),
         ):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+            _require_positive(flag, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DesignCommand:
-    """Propose the runs to buy next, or buy them from a training service."""
+    """Choose the runs that tell most of a large model for their cost."""
 
     budget: float
-    """FLOPs to spend on all runs together."""
+    """What all runs together may cost: FLOPs, or the unit of the candidates' cost."""
     target: float
     """FLOPs whose best model is wanted."""
-    runs: pathlib.Path | None = None
-    """Runs that are known already."""
-    service: str | None = None
-    """Address of a service to buy from; without it the runs are only proposed."""
+    runs: _OptionalPath = None
+    """Runs that have been made already, as for fit."""
+    sizes: tuple[float, ...] = ()
+    """Parameters that a model may have; 17 sizes about the best one unless given."""
+    run_flops: tuple[float, ...] = ()
+    """FLOPs that a run may take; 1, 3 and 6 per decade up to the target unless given."""
+    candidates: _OptionalPath = None
+    """File of runs that could be made, instead of sizes and FLOPs; a cost column sets prices."""
+    service: Annotated[str | None, _argument("URL")] = None
+    """The courses' training service: buy the runs there instead of proposing them."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
-        if self.service is not None and self.runs is not None:
-            raise UsageError("--runs is for proposals; a service remembers what it sold")
+        for flag, values in (("--sizes", self.sizes), ("--run-flops", self.run_flops)):
+            for value in values:
+                _require_positive(flag, value)
+            if values and self.candidates is not None:
+                raise UsageError(f"{flag} and --candidates both say which runs could be made")
+        is_given = self.runs or self.candidates or self.sizes or self.run_flops
+        if self.service is not None and is_given:
+            raise UsageError(
+                "--service sells runs of its own and remembers them; leave out --runs, --sizes, "
+                "--run-flops and --candidates"
+            )
+
+
+def _require_positive(flag: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,39 +259,51 @@ def _print_findings(findings: "Sequence[Finding]") -> None:
 def _design(command: DesignCommand) -> None:
     from paceline.reports.tables.scaling import runs_table
     from paceline.reports.tables.table import render_rich
-    from paceline.scaling import read_sweep
-    from paceline.scaling.experiments.campaign import learn_from, propose_runs, run_campaign
-    from paceline.scaling.experiments.design import after_buying
-    from paceline.scaling.experiments.service import HttpTrainingService
-    from paceline.scaling.records import NORMAL_90, design_record, run_record
+    from paceline.scaling.records import NORMAL_90, design_record
 
-    losses: list[float | None]
-    if command.service is not None:
-        campaign = run_campaign(
-            HttpTrainingService(command.service), command.budget, command.target
-        )
-        requests = [purchase.request for purchase in campaign.purchases]
-        losses = [purchase.loss for purchase in campaign.purchases]
-        belief = campaign.belief
-    else:
-        known = None if command.runs is None else read_sweep(command.runs)
-        requests = propose_runs(known, command.budget, command.target)
-        losses = [None] * len(requests)
-        belief = learn_from(known)
-        for request in requests:
-            belief = after_buying(belief, request.parameters, request.tokens)
+    records, belief = _proposed(command) if command.service is None else _bought(command)
     if command.output.json:
-        for request, loss in zip(requests, losses, strict=True):
-            print_record(run_record(request, loss))
-        print_record(design_record(belief, command.target))
+        for record in (*records, design_record(belief, command.target)):
+            print_record(record)
         return
     console = stdout_console()
-    console.print(render_rich(runs_table(requests, losses)))
+    console.print(render_rich(runs_table(records)))
     size = float(belief.surface.optimal_parameters(command.target))
-    deviation = belief.log_size_deviation(command.target)
+    factor = math.exp(NORMAL_90 * belief.log_size_deviation(command.target))
     known_as = "best N" if command.service is not None else "expected N"
     console.print(
         f"{known_as} at {command.target:.3g} FLOPs: {size:.3g}, known to a factor of "
-        f"{math.exp(NORMAL_90 * deviation):.3g} (90%) if losses repeat to {belief.noise:.1%}",
+        f"{factor:.3g} (90%) if losses repeat to {belief.noise:.1%}",
         soft_wrap=True,
     )
+
+
+def _proposed(command: DesignCommand) -> "tuple[list[Record], Belief]":
+    """Returns the runs to make, and what will be known after them."""
+    from paceline.scaling import candidate_runs, propose_runs, read_sweep
+    from paceline.scaling.experiments.candidates import learn_from, read_candidates
+    from paceline.scaling.experiments.design import after_buying
+    from paceline.scaling.records import run_record
+
+    known = None if command.runs is None else read_sweep(command.runs)
+    if command.candidates is not None:
+        candidates = read_candidates(command.candidates)
+    else:
+        candidates = candidate_runs(
+            command.target, known, flops=command.run_flops, sizes=command.sizes
+        )
+    runs = propose_runs(known, candidates, budget=command.budget, target=command.target)
+    belief = learn_from(known)
+    for run in runs:
+        belief = after_buying(belief, run.parameters, run.tokens)
+    return [run_record(run) for run in runs], belief
+
+
+def _bought(command: DesignCommand) -> "tuple[list[Record], Belief]":
+    """Returns the runs that the training service sold, and what is known after them."""
+    from paceline.course.campaign import run_campaign
+    from paceline.course.training_service import HttpTrainingService
+
+    service = HttpTrainingService(command.service or "")
+    campaign = run_campaign(service, command.budget, command.target)
+    return campaign.records(), campaign.belief

@@ -161,11 +161,8 @@ _KINDS: dict[str, Kind] = {
         Kind(name="scaling", join_key=("method", "compute_budget")),
         Kind(
             name="scaling_run",
-            join_key=(
-                *("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),
-                "compute_budget",
-            ),
-            method=("parameters",),
+            join_key=("compute_budget", "parameters"),
+            method=("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),
         ),
         Kind(
             name="scaling_study",

@@ -1,13 +1,13 @@
 """From the losses of many small runs to the size of a large one, and how much to trust it.
 
 `read_sweep` reads runs, `fit` fits every method that they allow, `diagnose` names what is wrong
-with them, `decide` answers for a budget, `propose_runs` says what to run next.
+with them, `decide` answers for a budget, `propose_runs` says which of some candidates to run next.
 """
 
 from paceline.core.finding import Finding
 from paceline.scaling.allocation.decide import Decision, decide
 from paceline.scaling.checks.diagnose import diagnose
-from paceline.scaling.experiments.campaign import propose_runs
+from paceline.scaling.experiments.candidates import CandidateRun, candidate_runs, propose_runs
 from paceline.scaling.fits.all_methods import ScalingFit, fit
 from paceline.scaling.fits.prediction import Prediction, predict
 from paceline.scaling.runs.readers import read_sweep
@@ -16,6 +16,7 @@ from paceline.scaling.surface import LossSurface
 from paceline.scaling.validation.synthetic import SweepDesign, synthetic_sweep
 
 __all__ = [
+    "CandidateRun",
     "Decision",
     "Finding",
     "LossSurface",
@@ -23,6 +24,7 @@ __all__ = [
     "ScalingFit",
     "Sweep",
     "SweepDesign",
+    "candidate_runs",
     "decide",
     "diagnose",
     "fit",

@@ -9,9 +9,9 @@ from paceline.core.plan import Estimate
 from paceline.records import Metric, Record, capture_environment
 from paceline.scaling.allocation.decide import Decision
 from paceline.scaling.checks.claims import AllocationCost
+from paceline.scaling.experiments.candidates import Candidate
 from paceline.scaling.experiments.design import Belief
-from paceline.scaling.experiments.service import RunRequest
-from paceline.scaling.surface import tokens_for
+from paceline.scaling.surface import compute_for, tokens_for
 
 NORMAL_90 = 1.645
 """Deviations on each side that hold 90% of a normal distribution."""
@@ -58,27 +58,20 @@ def design_record(belief: Belief, target: float) -> Record:
     )
 
 
-def run_record(request: RunRequest, loss: float | None) -> Record:
-    """Returns the record of a run that is proposed, or of one that was bought for its loss."""
-    metrics = {
-        "parameters": Metric(value=request.parameters),
-        "tokens": Metric(value=request.tokens),
-    }
+def run_record(run: Candidate, loss: float | None = None, **details: int | float) -> Record:
+    """Returns the record of a run: one that is proposed, or with its `loss` one that was made.
+
+    `details` are what else the case tells of it, such as the shape of its model.
+    """
+    metrics = {"parameters": run.parameters, "tokens": run.tokens, "cost": run.cost}
     if loss is not None:
-        metrics["final_loss"] = Metric(value=loss)
+        metrics["final_loss"] = loss
+    compute = float(compute_for(run.parameters, run.tokens))
     return Record(
         kind="scaling_run",
-        case={
-            "d_model": request.d_model,
-            "num_layers": request.num_layers,
-            "num_heads": request.num_heads,
-            "batch_size": request.batch_size,
-            "learning_rate": request.learning_rate,
-            "compute_budget": request.train_flops,
-            "parameters": request.parameters,
-        },
+        case={"compute_budget": compute, "parameters": run.parameters, **details},
         environment=capture_environment(),
-        metrics=metrics,
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
         outcome="ok",
     )
 

@@ -48,6 +48,18 @@ class LossSurface:
         by_tokens = self.token_scale * np.asarray(tokens) ** -self.token_exponent
         return np.asarray(self.irreducible + by_parameters + by_tokens, dtype=np.float64)
 
+    def log_slopes(self, parameters: Array, tokens: Array, centre: tuple[float, float]) -> Array:
+        """Returns the slopes of the log loss along the coefficients, a row per run.
+
+        The coefficients are E, alpha, beta, and the logs of both reducible terms at the `centre`,
+        an N and a D amid the runs. The runs are given by `parameters` and `tokens`.
+        """
+        log_n, log_d = np.log(parameters / centre[0]), np.log(tokens / centre[1])
+        by_n = self.parameter_scale * parameters**-self.parameter_exponent
+        by_d = self.token_scale * tokens**-self.token_exponent
+        columns = [np.ones_like(by_n), by_n, -by_n * log_n, by_d, -by_d * log_d]
+        return np.stack(columns, axis=1) / (self.irreducible + by_n + by_d)[:, None]
+
     @property
     def allocation_exponent(self) -> float:
         """The power of C with which the best N grows."""

@@ -6,7 +6,6 @@ from paceline.core.plan import Estimate
 from paceline.records import Record
 from paceline.reports.tables.table import Table
 from paceline.scaling.allocation.decide import Decision
-from paceline.scaling.experiments.service import RunRequest
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.surface import compute_for
 
@@ -72,30 +71,32 @@ def run_text(decision: Decision) -> str:
     )
 
 
-def runs_table(requests: Sequence[RunRequest], losses: Sequence[float | None]) -> Table:
-    """Returns runs that are proposed, or were bought."""
+def runs_table(records: Sequence[Record]) -> Table:
+    """Returns runs that are proposed, or were made, with what they cost so far."""
+    details = [name for name in records[0].case if name not in ("compute_budget", "parameters")]
+    has_losses = any("final_loss" in record.metrics for record in records)
     rows = []
     spent = 0.0
-    for request, loss in zip(requests, losses, strict=True):
-        spent += request.train_flops
+    for record in records:
+        spent += record.metrics["cost"].value
+        numbers = (
+            record.case["compute_budget"],
+            record.metrics["parameters"].value,
+            record.metrics["tokens"].value,
+            *(record.case[name] for name in details),
+            spent,
+        )
         rows.append(
             (
-                f"{request.train_flops:.3g}",
-                f"{request.parameters:.3g}",
-                f"{request.tokens:.3g}",
-                str(request.d_model),
-                str(request.num_layers),
-                str(request.num_heads),
-                str(request.batch_size),
-                f"{request.learning_rate:.2e}",
-                f"{spent:.3g}",
-                "-" if loss is None else f"{loss:.4f}",
+                *(str(value) if isinstance(value, int) else f"{value:.3g}" for value in numbers),
+                *([_metric(record, "final_loss", ".4f")] if has_losses else []),
             )
         )
+    names = (name.removeprefix("num_").replace("_", " ") for name in details)
     return Table(
         headers=(
-            *("FLOPs", "parameters", "tokens", "d_model", "layers", "heads", "batch"),
-            *("learning rate", "FLOPs so far", "loss"),
+            *("FLOPs", "parameters", "tokens", *names, "cost so far"),
+            *(["loss"] if has_losses else []),
         ),
         rows=tuple(rows),
         caption=f"{len(rows)} runs",

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.scaling.fits.parametric import SurfaceFit
 from paceline.scaling.runs.sweep import Sweep
-from paceline.scaling.surface import Array, LossSurface
+from paceline.scaling.surface import Array
 
 _CERTAIN = 0.02
 _POWERS = ((1, 1), (2, 0), (0, 2), (3, 0), (0, 3))
@@ -34,7 +34,9 @@ class LackOfFit:
 
 def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:
     """Tests the residuals for patterns; None where there are too few runs to tell."""
-    tangent, _ = np.linalg.qr(jacobian(fit.surface, sweep))
+    centre = np.exp(np.log(sweep.parameters).mean()), np.exp(np.log(sweep.tokens).mean())
+    slopes = fit.surface.log_slopes(sweep.parameters, sweep.tokens, centre)
+    tangent, _ = np.linalg.qr(slopes / np.linalg.norm(slopes, axis=0))
     residual = fit.residuals - tangent @ (tangent.T @ fit.residuals)
     patterns = _patterns(sweep)
     found = []
@@ -52,25 +54,6 @@ def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:
     # A strong departure shows in every pattern, and best in the one with most freedom.
     resembles = named.resembles if named.chance < _CERTAIN else strongest.resembles
     return dataclasses.replace(strongest, resembles=resembles)
-
-
-def jacobian(surface: LossSurface, sweep: Sweep) -> Array:
-    """Returns the slopes of the log loss along the five coefficients, columns of unit length."""
-    log_n, log_d = (np.log(column) for column in (sweep.parameters, sweep.tokens))
-    by_parameters = sweep.parameters**-surface.parameter_exponent
-    by_tokens = sweep.tokens**-surface.token_exponent
-    columns = np.stack(
-        [
-            np.ones(len(sweep)),
-            by_parameters,
-            by_parameters * (log_n - log_n.mean()),
-            by_tokens,
-            by_tokens * (log_d - log_d.mean()),
-        ],
-        axis=1,
-    )
-    columns /= surface.loss(sweep.parameters, sweep.tokens)[:, None]
-    return np.asarray(columns / np.linalg.norm(columns, axis=0))
 
 
 def _patterns(sweep: Sweep) -> dict[str, Array]:

@@ -1,1 +1,1 @@
-"""Which runs to buy next, and from whom."""
+"""Which runs to make next."""

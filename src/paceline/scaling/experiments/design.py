@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from paceline.core.errors import UsageError
+from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.surface import Array, LossSurface, compute_for
 
 # Terms are counted at this size and these tokens, where they are of the order of one.
@@ -20,7 +20,11 @@ _REFERENCE = (1e8, 2e9)
 # published surface of text.
 _PRIOR_MEAN = np.array([2.0, -0.3, 0.34, -0.3, 0.34])
 _PRIOR_DEVIATION = np.array([1.0, 0.8, 0.08, 0.8, 0.08])
+# No loss below zero, no term that grows with N or D.
+_BOUNDS = np.array([0.0, -np.inf, 1e-3, -np.inf, 1e-3]), np.full(5, np.inf)
 _MAX_STEPS = 50
+_CONVERGED_GAIN = 1e-9
+_LARGEST_STEP = 2.0
 _NOISE_ROUNDS = 3
 # Losses are printed with so many digits; less noise than that would make the algebra singular.
 _LEAST_NOISE = 1e-5
@@ -39,14 +43,7 @@ class Belief:
     @property
     def surface(self) -> LossSurface:
         """The most probable surface."""
-        floor, log_p, alpha, log_q, beta = (float(value) for value in self.mean)
-        return LossSurface(
-            irreducible=max(floor, 0.0),
-            parameter_scale=float(np.exp(log_p + alpha * np.log(_REFERENCE[0]))),
-            parameter_exponent=alpha,
-            token_scale=float(np.exp(log_q + beta * np.log(_REFERENCE[1]))),
-            token_exponent=beta,
-        )
+        return _surface(self.mean)
 
     def log_size_deviation(self, compute: float) -> float:
         """Returns the standard deviation of log N at a budget."""
@@ -77,18 +74,14 @@ def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief
 
 def variance_reductions(belief: Belief, parameters: Array, tokens: Array, compute: float) -> Array:
     """Returns by how much each run would reduce the variance of log N at a budget."""
-    slopes = _log_loss_slopes(belief.mean, parameters, tokens)
-    spread = slopes @ belief.covariance
-    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
-    return np.asarray((spread @ _optimum_slope(belief.mean, compute)) ** 2 / total)
+    slopes = belief.surface.log_slopes(parameters, tokens, _REFERENCE)
+    return _reductions(belief, slopes, _optimum_slope(belief.mean, compute))
 
 
 def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
     """Returns what will be known after a run, as far as that is known before."""
-    slope = _log_loss_slopes(belief.mean, np.array([parameters]), np.array([tokens]))[0]
-    spread = belief.covariance @ slope
-    covariance = belief.covariance - np.outer(spread, spread) / (belief.noise**2 + slope @ spread)
-    return dataclasses.replace(belief, covariance=covariance)
+    run = np.array([parameters]), np.array([tokens])
+    return _after(belief, belief.surface.log_slopes(*run, _REFERENCE)[0])
 
 
 def choose(
@@ -97,49 +90,44 @@ def choose(
     """Returns the candidates to buy with a budget, in the order in which they are chosen.
 
     One after the other, the candidate is taken that most reduces the variance of log N at
-    `compute`, given those before it, per FLOP raised to a power. Several powers are tried, from
+    `compute`, given those before it, per cost raised to a power. Several powers are tried, from
     spending lavishly to spending thriftily, and the plan that leaves the least variance is kept.
     """
-    if not (len(parameters) == len(tokens) == len(cost)):
-        raise UsageError("candidates need parameters, tokens and a cost each")
-    plans = [
-        _greedy(belief, parameters, tokens, cost, compute, budget, thrift) for thrift in _THRIFT
-    ]
+    slopes = belief.surface.log_slopes(parameters, tokens, _REFERENCE)
+    plans = [_greedy(belief, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
     return min(plans, key=lambda plan: plan[1])[0]
 
 
 def _greedy(
-    belief: Belief,
-    parameters: Array,
-    tokens: Array,
-    cost: Array,
-    compute: float,
-    budget: float,
-    thrift: float,
+    belief: Belief, slopes: Array, cost: Array, compute: float, budget: float, thrift: float
 ) -> tuple[list[int], float]:
+    """Returns the candidates of one plan, and the deviation of log N that it leaves."""
     chosen: list[int] = []
+    target = _optimum_slope(belief.mean, compute)
+    price = cost**thrift
     is_open = np.ones(len(cost), dtype=bool)
     while True:
         is_open &= cost <= budget
         if not is_open.any():
             return chosen, belief.log_size_deviation(compute)
-        gain = variance_reductions(belief, parameters, tokens, compute)
-        best = int(np.where(is_open, gain / cost**thrift, -1.0).argmax())
+        gain = _reductions(belief, slopes, target)
+        best = int(np.where(is_open, gain / price, -1.0).argmax())
         chosen.append(best)
         is_open[best] = False
         budget -= float(cost[best])
-        belief = after_buying(belief, float(parameters[best]), float(tokens[best]))
+        belief = _after(belief, slopes[best])
 
 
-def _terms(mean: Array, parameters: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
-    log_n, log_d = np.log(parameters / _REFERENCE[0]), np.log(tokens / _REFERENCE[1])
-    return np.exp(mean[1] - mean[2] * log_n), np.exp(mean[3] - mean[4] * log_d), log_n, log_d
+def _reductions(belief: Belief, slopes: Array, target: Array) -> Array:
+    spread = slopes @ belief.covariance
+    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
+    return np.asarray((spread @ target) ** 2 / total)
 
 
-def _log_loss_slopes(mean: Array, parameters: Array, tokens: Array) -> Array:
-    by_n, by_d, log_n, log_d = _terms(mean, parameters, tokens)
-    columns = [np.ones_like(by_n), by_n, -by_n * log_n, by_d, -by_d * log_d]
-    return np.asarray(np.stack(columns, axis=1) / (mean[0] + by_n + by_d)[:, None])
+def _after(belief: Belief, slope: Array) -> Belief:
+    spread = belief.covariance @ slope
+    covariance = belief.covariance - np.outer(spread, spread) / (belief.noise**2 + slope @ spread)
+    return dataclasses.replace(belief, covariance=covariance)
 
 
 def _optimum_slope(mean: Array, compute: float) -> Array:
@@ -162,35 +150,44 @@ def _optimum_slope(mean: Array, compute: float) -> Array:
 def _most_probable(
     parameters: Array, tokens: Array, loss: Array, noise: float
 ) -> tuple[Array, Array, Array]:
-    """Finds the most probable coefficients by damped Gauss-Newton steps."""
-    mean, damping = _PRIOR_MEAN.copy(), 1e-3
+    """Returns the most probable coefficients, the runs' information on them, and the residuals."""
 
-    def state(at: Array) -> tuple[float, Array]:
-        by_n, by_d, _, _ = _terms(at, parameters, tokens)
-        with np.errstate(invalid="ignore"):
-            residual = np.log(loss) - np.log(at[0] + by_n + by_d)
-        if not (np.isfinite(residual).all() and min(at[2], at[4]) > 0 and at[0] >= 0):
-            return np.inf, residual
-        penalty = ((at - _PRIOR_MEAN) / _PRIOR_DEVIATION) ** 2
-        return float((residual**2).sum() / noise**2 + penalty.sum()), residual
+    def residual_and_slopes(mean: Array) -> tuple[Array, Array]:
+        surface = _surface(mean)
+        residual = np.log(loss / surface.loss(parameters, tokens))
+        return residual / noise, surface.log_slopes(parameters, tokens, _REFERENCE) / noise
 
-    objective, residual = state(mean)
-    for _ in range(_MAX_STEPS):
-        slopes = _log_loss_slopes(mean, parameters, tokens) / noise
-        curvature = slopes.T @ slopes + np.diag(_PRIOR_DEVIATION**-2.0)
-        gradient = slopes.T @ residual / noise - (mean - _PRIOR_MEAN) / _PRIOR_DEVIATION**2
-        damped = curvature + damping * np.diag(np.diag(curvature))
-        candidate = mean + np.linalg.solve(damped, gradient)
-        reached, new_residual = state(candidate)
-        if reached <= objective:
-            is_still = objective - reached < 1e-9 * objective
-            mean, objective, residual = candidate, reached, new_residual
-            damping = max(damping / 5, 1e-12)
-            if is_still:
-                break
-        else:
-            damping *= 10
-            if damping > 1e12:
-                break
-    slopes = _log_loss_slopes(mean, parameters, tokens) / noise
-    return mean, slopes.T @ slopes, residual
+    def linearize(means: Array, _rows: Rows) -> Linearization:
+        residual, slopes = residual_and_slopes(means[0])
+        # The prior is five more observations, one of each coefficient.
+        residual = np.append(residual, (_PRIOR_MEAN - means[0]) / _PRIOR_DEVIATION)[None]
+        slopes = np.append(slopes, np.diag(1 / _PRIOR_DEVIATION), axis=0)
+        return Linearization(
+            residual=residual,
+            slopes=slopes.T[None],
+            weights=np.ones_like(residual),
+            objective=(residual**2).sum(axis=1),
+        )
+
+    found = minimize(
+        _PRIOR_MEAN[None],
+        linearize,
+        bounds=_BOUNDS,
+        max_steps=_MAX_STEPS,
+        gain_tolerance=_CONVERGED_GAIN,
+        largest_step=_LARGEST_STEP,
+    )
+    mean = found.coefficients[0]
+    residual, slopes = residual_and_slopes(mean)
+    return mean, slopes.T @ slopes, noise * residual
+
+
+def _surface(mean: Array) -> LossSurface:
+    floor, log_p, alpha, log_q, beta = (float(value) for value in mean)
+    return LossSurface(
+        irreducible=floor,
+        parameter_scale=float(np.exp(log_p + alpha * np.log(_REFERENCE[0]))),
+        parameter_exponent=alpha,
+        token_scale=float(np.exp(log_q + beta * np.log(_REFERENCE[1]))),
+        token_exponent=beta,
+    )

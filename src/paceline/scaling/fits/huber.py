@@ -10,6 +10,7 @@ stands still: a mean over runs with an optimiser's default tolerance stops where
 import numpy as np
 
 from paceline.scaling.fits.bootstrap import require_replicates
+from paceline.scaling.fits.levenberg_marquardt import Linearization, Minimum, Rows, minimize
 from paceline.scaling.fits.parametric import SurfaceFit, require_runs, residuals_of, surface_of
 from paceline.scaling.fits.variable_projection import ProjectionFit
 from paceline.scaling.runs.sweep import Sweep
@@ -21,10 +22,15 @@ _START_FLOORS = (0.2, 0.6, 0.9)
 _START_SHARES = (0.2, 0.5, 0.8)
 _MAX_STEPS = 300
 _CONVERGED_GAIN = 1e-8
+_CONVERGED_STEP = 1e-7
 _LARGEST_STEP = 2.0
 _TINY = 1e-300
 _CHUNK_ELEMENTS = 250_000
 _EXPONENT_RANGE = (0.01, 4.0)
+_BOUNDS = (
+    np.array([-np.inf, -np.inf, _EXPONENT_RANGE[0], -np.inf, _EXPONENT_RANGE[0]]),
+    np.array([np.inf, np.inf, _EXPONENT_RANGE[1], np.inf, _EXPONENT_RANGE[1]]),
+)
 
 
 def huber_objective(sweep: Sweep, surface: LossSurface) -> float:
@@ -75,80 +81,57 @@ def _huber(residual: Array) -> Array:
     return np.where(size <= KNEE, 0.5 * residual**2, KNEE * (size - 0.5 * KNEE))
 
 
-def _terms(theta: Array, log_n: Array, log_d: Array) -> Array:
-    """Returns the logarithms of the three terms: replicates, terms, runs."""
-    return np.stack(
-        [
-            np.broadcast_to(theta[:, 0:1], (len(theta), len(log_n))),
-            theta[:, 1:2] - theta[:, 2:3] * log_n,
-            theta[:, 3:4] - theta[:, 4:5] * log_d,
-        ],
-        axis=1,
-    )
-
-
 def _descend(
-    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
+    start: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
 ) -> tuple[Array, Array]:
-    """Descends from every row of theta, in chunks that bound the memory."""
+    """Descends from every row of `start`, in chunks that bound the memory."""
     size = max(1, _CHUNK_ELEMENTS // len(log_n))
     parts = [
-        _descend_chunk(theta[begin:end], log_n, log_d, log_loss, counts[begin:end])
-        for begin, end in ((at, at + size) for at in range(0, len(theta), size))
+        _descend_chunk(start[begin:end], log_n, log_d, log_loss, counts[begin:end])
+        for begin, end in ((at, at + size) for at in range(0, len(start), size))
     ]
-    rows, objectives = zip(*parts, strict=True)
-    return np.concatenate(rows), np.concatenate(objectives)
+    return (
+        np.concatenate([part.coefficients for part in parts]),
+        np.concatenate([part.objective for part in parts]),
+    )
 
 
 def _descend_chunk(
+    start: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
+) -> Minimum:
+    def linearize(theta: Array, rows: Rows) -> Linearization:
+        return _linearize(theta, log_n, log_d, log_loss, counts[rows])
+
+    return minimize(
+        start,
+        linearize,
+        bounds=_BOUNDS,
+        max_steps=_MAX_STEPS,
+        step_tolerance=_CONVERGED_STEP,
+        gain_tolerance=_CONVERGED_GAIN,
+        largest_step=_LARGEST_STEP,
+    )
+
+
+def _linearize(
     theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
-) -> tuple[Array, Array]:
-    """Takes damped, reweighted Gauss-Newton steps until no replicate gains by them."""
-    theta = theta.copy()
-    objective = (counts * _huber(log_loss - _log_surface(theta, log_n, log_d))).sum(axis=1)
-    damping = np.full(len(theta), 1e-3)
-    moving = np.arange(len(theta))
-    for _ in range(_MAX_STEPS):
-        step = _step(theta[moving], log_n, log_d, log_loss, counts[moving], damping[moving])
-        candidate = theta[moving] + step
-        candidate[:, 2::2] = np.clip(candidate[:, 2::2], *_EXPONENT_RANGE)
-        residual = log_loss - _log_surface(candidate, log_n, log_d)
-        reached = (counts[moving] * _huber(residual)).sum(axis=1)
-        gain = objective[moving] - reached
-        is_better = gain >= 0
-        better = moving[is_better]
-        theta[better], objective[better] = candidate[is_better], reached[is_better]
-        damping[moving] = np.clip(damping[moving] * np.where(is_better, 0.25, 8.0), 1e-12, 1e9)
-        is_still = np.where(is_better, gain <= _CONVERGED_GAIN * reached, damping[moving] >= 1e6)
-        moving = moving[~is_still]
-        if not len(moving):
-            break
-    return theta, objective
-
-
-def _log_surface(theta: Array, log_n: Array, log_d: Array) -> Array:
-    return np.asarray(np.logaddexp.reduce(_terms(theta, log_n, log_d), axis=1))
-
-
-def _step(
-    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array, damping: Array
-) -> Array:
-    terms = _terms(theta, log_n, log_d)
+) -> Linearization:
+    log_e, log_a, alpha, log_b, beta = theta.T[..., None]
+    terms = np.stack(
+        [np.broadcast_to(log_e, counts.shape), log_a - alpha * log_n, log_b - beta * log_d], axis=1
+    )
     log_surface = np.logaddexp.reduce(terms, axis=1)
     share = np.exp(terms - log_surface[:, None, :])
     residual = log_loss - log_surface
-    slopes = np.stack(
-        [share[:, 0], share[:, 1], -share[:, 1] * log_n, share[:, 2], -share[:, 2] * log_d],
-        axis=1,
-    )
-    weights = counts * np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY))
-    weighted = slopes * weights[:, None, :]
-    curvature = weighted @ slopes.transpose(0, 2, 1)
-    gradient = np.einsum("rin,rn->ri", weighted, residual)
-    diagonal = np.einsum("rii->ri", curvature)
-    damped = curvature + (damping[:, None] * diagonal + 1e-18)[:, :, None] * np.eye(5)
-    return np.clip(
-        np.linalg.solve(damped, gradient[..., None])[..., 0], -_LARGEST_STEP, _LARGEST_STEP
+    return Linearization(
+        residual=residual,
+        slopes=np.stack(
+            [share[:, 0], share[:, 1], -share[:, 1] * log_n, share[:, 2], -share[:, 2] * log_d],
+            axis=1,
+        ),
+        # Reweighted least squares: beyond the knee the loss grows with the residual's size alone.
+        weights=counts * np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY)),
+        objective=(counts * _huber(residual)).sum(axis=1),
     )
 
 

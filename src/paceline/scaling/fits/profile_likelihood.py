@@ -10,7 +10,9 @@ allows. It needs no replicates and no symmetry, and is the check on the bootstra
 import numpy as np
 
 from paceline.core.plan import Estimate
+from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.fits.parametric import NUM_COEFFICIENTS, SurfaceFit
+from paceline.scaling.fits.variable_projection import CONVERGED_STEP, EXPONENT_RANGE
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array, tokens_for
 
@@ -64,52 +66,34 @@ def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Arra
     exponents = np.tile(
         [fit.surface.parameter_exponent, fit.surface.token_exponent], (len(optima), 1)
     )
-    linear, squares = _solve(exponents, log_n, log_d, sweep.loss)
-    damping = np.full(len(optima), 1e-3)
-    for _ in range(_MAX_STEPS):
-        candidate = np.clip(
-            exponents + _direction(exponents, linear, log_n, log_d, sweep.loss, damping), 0.02, 3.0
-        )
-        new_linear, new_squares = _solve(candidate, log_n, log_d, sweep.loss)
-        is_better = new_squares <= squares
-        step = np.abs(candidate - exponents).max(axis=1)
-        exponents = np.where(is_better[:, None], candidate, exponents)
-        linear = np.where(is_better[:, None], new_linear, linear)
-        squares = np.where(is_better, new_squares, squares)
-        damping = np.clip(np.where(is_better, damping / 5, damping * 10), 1e-15, 1e12)
-        if (step < 1e-9).all():
-            break
-    return squares
+
+    def linearize(exponents: Array, rows: Rows) -> Linearization:
+        return _linearize(exponents, log_n[rows], log_d[rows], sweep.loss)
+
+    return minimize(
+        exponents,
+        linearize,
+        bounds=EXPONENT_RANGE,
+        max_steps=_MAX_STEPS,
+        step_tolerance=CONVERGED_STEP,
+    ).objective
 
 
-def _basis(exponents: Array, log_n: Array, log_d: Array) -> tuple[Array, Array, Array]:
-    """Returns x/alpha + y/beta and its slopes along both exponents."""
+def _linearize(exponents: Array, log_n: Array, log_d: Array, loss: Array) -> Linearization:
+    """Returns the problem in the exponents alone, E and K projected out."""
     alpha, beta = exponents[:, :1], exponents[:, 1:]
     x, y = np.exp(-alpha * log_n) / alpha, np.exp(-beta * log_d) / beta
-    return x + y, -x * (log_n + 1 / alpha), -y * (log_d + 1 / beta)
-
-
-def _solve(exponents: Array, log_n: Array, log_d: Array, loss: Array) -> tuple[Array, Array]:
-    basis, _, _ = _basis(exponents, log_n, log_d)
-    design = np.stack([np.broadcast_to(1 / loss, basis.shape), basis / loss], axis=2)
-    gram = design.transpose(0, 2, 1) @ design
-    linear = np.linalg.solve(gram, design.sum(axis=1)[..., None])[..., 0]
-    residual = 1 - np.einsum("rni,ri->rn", design, linear)
-    return linear, (residual**2).sum(axis=1)
-
-
-def _direction(
-    exponents: Array, linear: Array, log_n: Array, log_d: Array, loss: Array, damping: Array
-) -> Array:
-    basis, by_alpha, by_beta = _basis(exponents, log_n, log_d)
-    design = np.stack([np.broadcast_to(1 / loss, basis.shape), basis / loss], axis=2)
-    slopes = np.stack([by_alpha, by_beta], axis=2) * (linear[:, 1:2] / loss)[..., None]
-    residual = 1 - np.einsum("rni,ri->rn", design, linear)
-    transposed = design.transpose(0, 2, 1)
-    explained = np.linalg.solve(transposed @ design, transposed @ slopes)
-    free = slopes - design @ explained
-    curvature = free.transpose(0, 2, 1) @ free
-    gradient = np.einsum("rnj,rn->rj", free, residual)
-    diagonal = np.einsum("rjj->rj", curvature)
-    damped = curvature + (damping[:, None] * diagonal + _TINY)[:, :, None] * np.eye(2)
-    return np.asarray(np.linalg.solve(damped, gradient[..., None])[..., 0])
+    # Errors are relative: everything is divided by the observed loss, which leaves ones to fit.
+    design = np.stack([np.ones_like(x), x + y], axis=1) / loss
+    gram = design @ design.transpose(0, 2, 1)
+    linear = np.linalg.solve(gram, design.sum(axis=2, keepdims=True))
+    residual = 1 - (linear.transpose(0, 2, 1) @ design)[:, 0]
+    slopes = np.stack([-x * (log_n + 1 / alpha), -y * (log_d + 1 / beta)], axis=1) / loss
+    slopes *= linear[:, 1:]
+    explained = np.linalg.solve(gram, design @ slopes.transpose(0, 2, 1))
+    return Linearization(
+        residual=residual,
+        slopes=slopes - explained.transpose(0, 2, 1) @ design,
+        weights=np.ones_like(residual),
+        objective=(residual**2).sum(axis=1),
+    )

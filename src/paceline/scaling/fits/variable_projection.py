@@ -1,9 +1,9 @@
 """Variable projection for L = E + A/N^alpha + B/D^beta, for many replicates at once.
 
 Given the two exponents the surface is linear in E, A and B, so only the exponents are searched:
-first a grid, then Gauss-Newton steps in the plane of the exponents, with the linear part solved
-anew after each. Powers are taken of N and D relative to their geometric means; that alone turns a
-problem with a condition number of 10^11 into one of about 10.
+first a grid, then Levenberg-Marquardt in the plane of the exponents, with the linear part solved
+anew after each step. Powers are taken of N and D relative to their geometric means; that alone
+turns a problem with a condition number of 10^11 into one of about 10.
 
 Errors are relative: residuals are divided by the observed loss, which for the few per cent that
 losses vary is the same as fitting the logarithm. A replicate is a row of weights (how often it
@@ -12,15 +12,17 @@ chunks. Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
+from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.surface import Array
 
-_EXPONENT_RANGE = (0.02, 3.0)
+EXPONENT_RANGE = (0.02, 3.0)
 _GRID = np.geomspace(0.06, 1.6, 18)
 _MAX_STEPS = 60
-_CONVERGED_STEP = 1e-9
+CONVERGED_STEP = 1e-9
 _CHUNK_ELEMENTS = 2_000_000
 # Keeps the damped steps defined where a sweep does not determine an exponent at all.
 _TINY = 1e-300
@@ -79,43 +81,38 @@ def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) 
     # Relative residuals: (L - E - P x - Q y)/L, weighted by how often a run was drawn.
     per_square = weights / losses**2
     per_loss = weights / losses
-    alpha, beta = _best_of_grid(log_n, log_d, per_square, per_loss, weights.sum(axis=1))
-    linear, squares = _solve(alpha, beta, log_n, log_d, per_square, losses)
-    damping = np.full(len(alpha), 1e-3)
-    step = np.full(len(alpha), np.inf)
-    for _ in range(_MAX_STEPS):
-        direction = _direction(alpha, beta, linear, log_n, log_d, per_square, losses, damping)
-        new_alpha, new_beta = (
-            np.clip(old + change, *_EXPONENT_RANGE)
-            for old, change in zip((alpha, beta), direction.T, strict=True)
-        )
-        new_linear, new_squares = _solve(new_alpha, new_beta, log_n, log_d, per_square, losses)
-        is_better = new_squares <= squares
-        step = np.maximum(np.abs(new_alpha - alpha), np.abs(new_beta - beta))
-        alpha, beta = np.where(is_better, new_alpha, alpha), np.where(is_better, new_beta, beta)
-        linear = np.where(is_better[:, None], new_linear, linear)
-        squares = np.where(is_better, new_squares, squares)
-        damping = np.clip(np.where(is_better, damping / 5, damping * 10), 1e-15, 1e12)
-        if (step < _CONVERGED_STEP).all():
-            break
-    inside = (np.minimum(alpha, beta) > _EXPONENT_RANGE[0]) & (
-        np.maximum(alpha, beta) < _EXPONENT_RANGE[1]
+    start = _best_of_grid(log_n, log_d, per_square, per_loss, weights.sum(axis=1))
+
+    def linearize(exponents: Array, rows: Rows) -> Linearization:
+        return _linearize(exponents, log_n, log_d, per_square[rows], losses[rows])
+
+    found = minimize(
+        start,
+        linearize,
+        bounds=EXPONENT_RANGE,
+        max_steps=_MAX_STEPS,
+        step_tolerance=CONVERGED_STEP,
     )
+    alpha, beta = found.coefficients.T
+    linear = _solve(found.coefficients, log_n, log_d, per_square, losses).linear
+    inside = (
+        (found.coefficients > EXPONENT_RANGE[0]) & (found.coefficients < EXPONENT_RANGE[1])
+    ).all(axis=1)
     return ProjectionFit(
         irreducible=linear[:, 0],
         parameter_scale=linear[:, 1] * np.exp(alpha * centre_n),
         parameter_exponent=alpha,
         token_scale=linear[:, 2] * np.exp(beta * centre_d),
         token_exponent=beta,
-        squares=squares,
-        is_converged=inside & (linear[:, 1:] > 0).all(axis=1) & (step < 1e-4),
+        squares=found.objective,
+        is_converged=inside & (linear[:, 1:] > 0).all(axis=1) & (found.last_step < 1e-4),
     )
 
 
 def _best_of_grid(
     log_n: Array, log_d: Array, per_square: Array, per_loss: Array, total: Array
-) -> tuple[Array, Array]:
-    """Returns the grid's exponents with the least squares, for every replicate."""
+) -> Array:
+    """Returns the grid's alpha and beta with the least squares, a row per replicate."""
     x = np.exp(-np.outer(log_n, _GRID))
     y = np.exp(-np.outer(log_d, _GRID))
     num_x, num_y = x.shape[1], y.shape[1]
@@ -139,24 +136,51 @@ def _best_of_grid(
     linear = solve_non_negative(gram, moments)
     squares = total[:, None, None] - np.einsum("rxyi,rxyi->rxy", linear, moments)
     best = squares.reshape(len(total), -1).argmin(axis=1)
-    return _GRID[best // num_y], _GRID[best % num_y]
+    return np.stack([_GRID[best // num_y], _GRID[best % num_y]], axis=1)
 
 
-def _columns(alpha: Array, beta: Array, log_n: Array, log_d: Array) -> tuple[Array, Array]:
-    return np.exp(-alpha[:, None] * log_n), np.exp(-beta[:, None] * log_d)
+class _LinearPart(NamedTuple):
+    """The linear coefficients that are best for given exponents, and what they were solved from."""
+
+    linear: Array
+    design: Array
+    """The columns 1, N^-alpha and D^-beta: replicates, coefficients, runs."""
+    weighted: Array
+    gram: Array
 
 
 def _solve(
-    alpha: Array, beta: Array, log_n: Array, log_d: Array, per_square: Array, losses: Array
-) -> tuple[Array, Array]:
-    """Solves the linear part for given exponents and returns it with the sum of squares."""
-    x, y = _columns(alpha, beta, log_n, log_d)
-    design = np.stack([np.ones_like(x), x, y], axis=1)
+    exponents: Array, log_n: Array, log_d: Array, per_square: Array, losses: Array
+) -> _LinearPart:
+    design = np.ones((len(exponents), 3, len(log_n)))
+    design[:, 1] = np.exp(-exponents[:, :1] * log_n)
+    design[:, 2] = np.exp(-exponents[:, 1:] * log_d)
     weighted = design * per_square[:, None, :]
     gram = weighted @ design.transpose(0, 2, 1)
-    linear = solve_non_negative(gram, np.einsum("rin,rn->ri", weighted, losses))
-    residual = losses - np.einsum("ri,rin->rn", linear, design)
-    return linear, np.einsum("rn,rn->r", per_square, residual**2)
+    linear = solve_non_negative(gram, (weighted @ losses[..., None])[..., 0])
+    return _LinearPart(linear, design, weighted, gram)
+
+
+def _linearize(
+    exponents: Array, log_n: Array, log_d: Array, per_square: Array, losses: Array
+) -> Linearization:
+    """Returns the problem in the exponents alone, the linear part projected out."""
+    linear, design, weighted, gram = _solve(exponents, log_n, log_d, per_square, losses)
+    residual = losses - (linear[:, None, :] @ design)[:, 0]
+    slopes = -linear[:, 1:, None] * design[:, 1:]
+    slopes[:, 0] *= log_n
+    slopes[:, 1] *= log_d
+    # A coefficient that rests on its bound does not give way when the exponents move.
+    gives_way = (linear > 0).astype(np.float64)
+    gram = gram * gives_way[:, :, None] * gives_way[:, None, :]
+    cross = (weighted @ slopes.transpose(0, 2, 1)) * gives_way[:, :, None]
+    explained = np.linalg.solve(gram + _ridge(gram, [0, 1, 2]), cross)
+    return Linearization(
+        residual=residual,
+        slopes=slopes - explained.transpose(0, 2, 1) @ design,
+        weights=per_square,
+        objective=np.einsum("rn,rn->r", per_square, residual**2),
+    )
 
 
 def solve_non_negative(gram: Array, moments: Array) -> Array:
@@ -186,35 +210,3 @@ def _ridge(gram: Array, kept: list[int]) -> Array:
     # Fifteen digits below the diagonal: a column that repeats another must not stop the batch.
     diagonal = np.einsum("...ii->...i", gram)[..., kept]
     return np.asarray((1e-15 * diagonal + _TINY)[..., None] * np.eye(len(kept)))
-
-
-def _direction(
-    alpha: Array,
-    beta: Array,
-    linear: Array,
-    log_n: Array,
-    log_d: Array,
-    per_square: Array,
-    losses: Array,
-    damping: Array,
-) -> Array:
-    """Returns the damped Gauss-Newton step of the exponents, the linear part projected out."""
-    x, y = _columns(alpha, beta, log_n, log_d)
-    design = np.stack([np.ones_like(x), x, y], axis=1)
-    residual = losses - np.einsum("ri,rin->rn", linear, design)
-    slopes = np.stack([-linear[:, 1:2] * x * log_n, -linear[:, 2:3] * y * log_d], axis=1)
-    # A coefficient that rests on its bound does not give way when the exponents move.
-    design = design * (linear > 0)[:, :, None]
-    weighted = design * per_square[:, None, :]
-    gram = weighted @ design.transpose(0, 2, 1) + _ridge(
-        weighted @ design.transpose(0, 2, 1), [0, 1, 2]
-    )
-    cross = weighted @ slopes.transpose(0, 2, 1)
-    explained = np.linalg.solve(gram, cross)
-    free = slopes - np.einsum("rij,rin->rjn", explained, design)
-    weighted_free = free * per_square[:, None, :]
-    curvature = weighted_free @ free.transpose(0, 2, 1)
-    gradient = np.einsum("rjn,rn->rj", weighted_free, residual)
-    diagonal = np.einsum("rjj->rj", curvature)
-    damped = curvature + (damping[:, None] * diagonal + _TINY)[:, :, None] * np.eye(2)
-    return np.asarray(np.linalg.solve(damped, gradient[..., None])[..., 0])

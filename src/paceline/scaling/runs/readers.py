@@ -21,6 +21,11 @@ _OPTIONAL_MODEL_FIELDS = ("num_kv_heads", "head_dim", "tied_embeddings")
 
 def read_sweep(path: pathlib.Path) -> Sweep:
     """Reads the runs of a .json, .jsonl or .csv file at `path`."""
+    return sweep_from_rows(read_rows(path), str(path))
+
+
+def read_rows(path: pathlib.Path) -> list[Mapping[str, object]]:
+    """Reads a file's rows, as they are; a file without any is an error."""
     readers = {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv}
     if path.suffix not in readers:
         raise UsageError(f"{path}: cannot tell its format; name it .json, .jsonl or .csv")
@@ -36,7 +41,7 @@ def read_sweep(path: pathlib.Path) -> Sweep:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     if not rows:
         raise UsageError(f"{path}: no runs in it")
-    return sweep_from_rows(rows, str(path))
+    return rows
 
 
 def _read_json(text: str, source: str) -> list[Mapping[str, object]]:

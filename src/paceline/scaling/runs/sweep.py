@@ -119,7 +119,7 @@ def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
         if failure is not None:
             remarks.append(Remark(name=failure[0], row=number, message=failure[1]))
             continue
-        parameters, tokens, compute = _size(row, where)
+        parameters, tokens, compute = run_size(row, where)
         curve = _curve(row, where)
         trouble = _trouble(row, where, curve)
         if trouble is not None:
@@ -153,16 +153,17 @@ def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
     )
 
 
-def _size(row: Mapping[str, object], where: str) -> tuple[float, float, float]:
-    parameters = _positive(row, "parameters", where)
+def run_size(row: Mapping[str, object], where: str) -> tuple[float, float, float]:
+    """Returns a row's parameters, tokens and compute, of which 6ND gives the one left out."""
+    parameters = positive_number(row, "parameters", where)
     has_tokens, has_compute = (_is_given(row, field) for field in ("tokens", "compute_budget"))
     if not has_tokens and not has_compute:
         raise UsageError(
             f"{where}: neither compute_budget nor tokens is given; one of them is needed"
             f" (its fields: {', '.join(row) or 'none'})"
         )
-    compute = _positive(row, "compute_budget", where) if has_compute else math.nan
-    tokens = _positive(row, "tokens", where) if has_tokens else math.nan
+    compute = positive_number(row, "compute_budget", where) if has_compute else math.nan
+    tokens = positive_number(row, "tokens", where) if has_tokens else math.nan
     if not has_tokens:
         tokens = float(tokens_for(compute, parameters))
     if not has_compute:
@@ -216,7 +217,8 @@ def _is_given(row: Mapping[str, object], field: str) -> bool:
     return row.get(field) not in (None, "")
 
 
-def _positive(row: Mapping[str, object], field: str, where: str) -> float:
+def positive_number(row: Mapping[str, object], field: str, where: str) -> float:
+    """Returns a field that must be there, positive and finite."""
     if not _is_given(row, field):
         raise UsageError(f"{where}: {field} is missing (its fields: {', '.join(row) or 'none'})")
     value = _number(row, field, where)

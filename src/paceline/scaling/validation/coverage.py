@@ -10,14 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.scaling.checks.diagnose import diagnose
-from paceline.scaling.experiments.campaign import run_campaign, uniform_campaign
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
 from paceline.scaling.surface import EPOCH, Array, LossSurface, tokens_for
-from paceline.scaling.validation.fake_service import FakeTrainingService, random_truth
 from paceline.scaling.validation.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 
 _DIAGNOSIS_DRAWS = 20
@@ -100,45 +98,6 @@ def warning_study(
         num_warned += any(finding.name == "misspecified_surface" for finding in findings)
         ratios.append(float(fitted.surface.optimal_parameters(target)) / truth)
     return num_warned / num_sweeps, float(np.median(ratios)) - 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DesignError:
-    """How far campaigns missed the best N of their target, over random surfaces."""
-
-    within_tenth: float
-    """Share that missed by less than 10%."""
-    root_mean_square: float
-    """Of the log of the predicted over the true N."""
-    largest: float
-
-
-def design_study(
-    *, num_surfaces: int, noise: float, total_flops: float = 2e18, target: float = 1e19
-) -> dict[str, DesignError]:
-    """Buys runs of random surfaces by design and on an even grid of the same cost."""
-    errors: dict[str, list[float]] = {"design": [], "uniform": []}
-    for seed in range(num_surfaces):
-        truth = random_truth(seed, noise)
-        best = float(truth.surface.optimal_parameters(target))
-        campaigns = {
-            "design": run_campaign(FakeTrainingService(truth, total_flops), total_flops, target),
-            "uniform": uniform_campaign(
-                FakeTrainingService(truth, total_flops), total_flops, target
-            ),
-        }
-        for name, campaign in campaigns.items():
-            found = float(campaign.belief.surface.optimal_parameters(target))
-            errors[name].append(float(np.log(found / best)))
-    return {name: _design_error(np.abs(values)) for name, values in errors.items()}
-
-
-def _design_error(sizes: Array) -> DesignError:
-    return DesignError(
-        within_tenth=float((sizes < np.log(1.1)).mean()),
-        root_mean_square=float(np.sqrt((sizes**2).mean())),
-        largest=float(sizes.max()),
-    )
 
 
 def _coverage(method: str, rows: Array) -> Coverage:

@@ -7,9 +7,9 @@ import pytest
 from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws, plot_profiles
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.scaling import methods_table, run_text, runs_table, waste_table
-from paceline.scaling import ScalingFit, SweepDesign, fit, synthetic_sweep
+from paceline.scaling import CandidateRun, ScalingFit, SweepDesign, fit, synthetic_sweep
 from paceline.scaling.allocation.decide import decide
-from paceline.scaling.experiments.service import RunRequest
+from paceline.scaling.records import run_record
 from tests.unit.scaling.surfaces import SURFACE
 
 
@@ -58,9 +58,13 @@ def test_tables_say_what_was_decided(found: ScalingFit) -> None:
     assert "33.3 times" in table.caption
     assert len(waste_table(decision).rows) == 6
     assert f"{decision.run.parameters:,} parameters" in run_text(decision)
-    request = RunRequest(
-        d_model=64, num_layers=2, num_heads=2, batch_size=128, learning_rate=1e-3, train_flops=1e13
-    )
-    rows = runs_table([request, request], [3.5, None]).rows
-    assert [row[-1] for row in rows] == ["3.5000", "-"]
-    assert [row[-2] for row in rows] == ["1e+13", "2e+13"]
+
+
+def test_runs_add_up_to_their_cost() -> None:
+    run = CandidateRun(parameters=1e6, tokens=1e9, cost=2.5)
+    proposed = runs_table([run_record(run), run_record(run)])
+    assert proposed.headers == ("FLOPs", "parameters", "tokens", "cost so far")
+    assert [row[-1] for row in proposed.rows] == ["2.5", "5"]
+    made = runs_table([run_record(run, 3.5, d_model=64, num_layers=2, learning_rate=1e-3)])
+    assert made.headers[3:] == ("d model", "layers", "learning rate", "cost so far", "loss")
+    assert made.rows == (("6e+15", "1e+06", "1e+09", "64", "2", "0.001", "2.5", "3.5000"),)

@@ -1,25 +1,22 @@
-"""Proposals obey the service's ranges, spend no more than they may, and learn the most per FLOP."""
+"""Designs learn the most for their cost, of any candidates and at any price."""
 
-import dataclasses
-import json
 import math
-import urllib.error
-import urllib.request
+import pathlib
 
 import numpy as np
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.scaling import LossSurface, SweepDesign, synthetic_sweep
-from paceline.scaling.experiments.campaign import (
-    Purchase,
-    RateLaw,
-    fit_rate_law,
+from paceline.scaling import (
+    CandidateRun,
+    LossSurface,
+    Sweep,
+    SweepDesign,
+    candidate_runs,
     propose_runs,
-    run_campaign,
-    scout_learning_rates,
-    shape_request,
+    synthetic_sweep,
 )
+from paceline.scaling.experiments.candidates import read_candidates
 from paceline.scaling.experiments.design import (
     Belief,
     after_buying,
@@ -28,77 +25,84 @@ from paceline.scaling.experiments.design import (
     prior_belief,
     variance_reductions,
 )
-from paceline.scaling.experiments.service import (
-    TRAIN_FLOPS,
-    HttpTrainingService,
-    Reply,
-    RunRequest,
-    ServiceError,
-)
 from paceline.scaling.surface import tokens_for
-from paceline.scaling.validation.coverage import design_study
-from paceline.scaling.validation.fake_service import (
-    FakeTrainingService,
-    HiddenTruth,
-    random_truth,
-    serve,
-)
-
-GOOD = RunRequest(
-    d_model=512, num_layers=8, num_heads=8, batch_size=128, learning_rate=5e-4, train_flops=1e15
-)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"d_model": 32},
-        {"num_layers": 25},
-        {"num_heads": 1},
-        {"batch_size": 64},
-        {"learning_rate": 2e-3},
-        {"train_flops": 2e15},
-    ],
-    ids=str,
-)
-def test_requests_out_of_range_cannot_be_made(change: dict[str, float]) -> None:
-    (field,) = change
-    with pytest.raises(UsageError, match=f"{field} is .*the service takes"):
-        dataclasses.replace(GOOD, **change)  # type: ignore[arg-type]
-
-
-def test_the_service_sells_what_the_course_sells() -> None:
-    assert len(TRAIN_FLOPS) == 16
-    assert (min(TRAIN_FLOPS), max(TRAIN_FLOPS)) == (1e13, 1e18)
-    assert GOOD.parameters == 12 * 8 * 512**2
-    assert 6 * GOOD.parameters * GOOD.tokens == pytest.approx(1e15)
 
 
 def test_proposals_spend_the_budget_and_no_more() -> None:
-    runs = propose_runs(None, 2e18, 1e19)
-    spent = sum(run.train_flops for run in runs)
-    assert 1.9e18 < spent <= 2e18
-    assert len({(run.parameters, run.train_flops) for run in runs}) == len(runs)
-    with pytest.raises(UsageError, match="buys no run"):
-        propose_runs(None, 1e12, 1e19)
+    runs = propose_runs(None, candidate_runs(1e19), budget=2e18, target=1e19)
+    assert 1.9e18 < sum(run.cost for run in runs) <= 2e18
+    assert len({(run.parameters, run.tokens) for run in runs}) == len(runs)
+    with pytest.raises(UsageError, match="buys no run: the cheapest of 221 candidates costs 1e"):
+        propose_runs(None, candidate_runs(1e19), budget=1e12, target=1e19)
+    with pytest.raises(UsageError, match="a target of nan FLOPs"):
+        candidate_runs(math.nan)
 
 
-def test_known_runs_are_not_bought_again(surface: LossSurface) -> None:
-    first = propose_runs(None, 2e17, 1e19)
-    parameters = np.array([run.parameters for run in first], dtype=np.float64)
-    compute = np.array([run.train_flops for run in first])
-    known = synthetic_sweep(surface)
-    known = dataclasses.replace(
-        known,
-        parameters=parameters,
-        compute=compute,
-        tokens=tokens_for(compute, parameters),
-        loss=surface.loss(parameters, tokens_for(compute, parameters)),
+def test_the_grid_is_about_the_best_sizes_from_a_ten_thousandth_to_the_target(
+    surface: LossSurface,
+) -> None:
+    known = synthetic_sweep(surface, SweepDesign(budgets=(1e17, 3e17, 1e18)))
+    runs = candidate_runs(1e19, known)
+    flops = sorted({round(math.log10(run.cost), 6) for run in runs})
+    assert (flops[0], flops[-1], len(flops)) == (15, 19, 13)
+    for run in runs:
+        assert 6 * run.parameters * run.tokens == pytest.approx(run.cost)
+        ratio = run.parameters / float(surface.optimal_parameters(run.cost))
+        assert 1 / 8.5 < ratio < 8.5
+
+
+def test_sizes_flops_and_price_are_the_users() -> None:
+    def hours(parameters: float, tokens: float) -> float:
+        return 6 * parameters * tokens / 1e15 + 10.0  # Every run pays for its start.
+
+    runs = candidate_runs(1e19, flops=(1e16, 1e17), sizes=(1e7, 3e7, 1e12), price=hours)
+    # The last size is far from the best of either, and tells nothing of it.
+    assert {run.parameters for run in runs} == {1e7, 3e7}
+    assert sorted({run.cost for run in runs}) == pytest.approx([20.0, 110.0])
+    chosen = propose_runs(None, runs, budget=45.0, target=1e19)
+    assert [run.cost for run in chosen] == pytest.approx([20.0, 20.0])
+
+
+def test_a_price_changes_what_is_chosen() -> None:
+    by_flops = candidate_runs(1e19)
+    by_count = candidate_runs(1e19, price=lambda _parameters, _tokens: 1.0)
+    cheap = propose_runs(None, by_flops, budget=3e17, target=1e19)
+    few = propose_runs(None, by_count, budget=len(cheap), target=1e19)
+    assert len(few) == len(cheap)
+    # Where runs cost the same, large ones tell more of the target than small ones.
+    largest = [max(6 * run.parameters * run.tokens for run in runs) for runs in (cheap, few)]
+    assert largest[1] > 10 * largest[0]
+
+
+def test_candidates_from_a_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text("parameters,compute_budget,cost\n1e7,6e16,3\n4e7,2.4e17,11\n")
+    assert read_candidates(path) == [
+        CandidateRun(parameters=1e7, tokens=1e9, cost=3.0),
+        CandidateRun(parameters=4e7, tokens=1e9, cost=11.0),
+    ]
+    path.write_text("parameters,tokens\n1e7,1e9\n")
+    assert read_candidates(path)[0].cost == pytest.approx(6e16)
+    path.write_text("parameters,tokens,cost\n1e7,1e9,-1\n")
+    with pytest.raises(UsageError, match=r"candidates.csv: row 1: cost is -1"):
+        read_candidates(path)
+
+
+def test_known_runs_are_not_made_again(surface: LossSurface) -> None:
+    candidates = candidate_runs(1e19)
+    first = propose_runs(None, candidates, budget=2e17, target=1e19)
+    parameters = np.array([run.parameters for run in first])
+    tokens = np.array([run.tokens for run in first])
+    known = Sweep(
+        # Models are built of whole layers and run for whole steps.
+        parameters=1.002 * parameters,
+        tokens=0.998 * tokens,
+        compute=6 * parameters * tokens,
+        loss=surface.loss(parameters, tokens),
     )
-    again = propose_runs(known, 2e17, 1e19)
-    bought = {(run.parameters, run.train_flops) for run in first}
+    again = propose_runs(known, candidates, budget=2e17, target=1e19)
     assert again
-    assert not bought & {(run.parameters, run.train_flops) for run in again}
+    assert not set(first) & set(again)
 
 
 def test_the_variance_falls_as_foretold() -> None:
@@ -157,83 +161,3 @@ def test_learning_recovers_a_surface(surface: LossSurface) -> None:
     error = math.log(float(belief.surface.optimal_parameters(1e19)) / truth)
     assert abs(error) < 3 * belief.log_size_deviation(1e19)
     assert belief.noise == pytest.approx(0.001, rel=0.5)
-
-
-def test_learning_rates_are_learnt(surface: LossSurface) -> None:
-    truth = HiddenTruth(surface=surface, noise=0.001)
-    service = FakeTrainingService(truth)
-    rates = fit_rate_law(scout_learning_rates(service, 2e18))
-    assert service.flops_used < 0.1 * 2e18
-    for size in (1e6, 1e7, 1e8):
-        assert rates.best(size) == pytest.approx(truth.best_learning_rate(size), rel=0.2)
-    assert rates.curvature == pytest.approx(truth.rate_penalty, rel=0.2)
-
-
-def test_rates_that_do_not_matter_leave_the_default() -> None:
-    # Losses that are highest in the middle have no best rate.
-    purchases = tuple(
-        Purchase(
-            request=shape_request(size, 1e15, rate),
-            loss=3 - 0.1 * (math.log(rate) - math.log(3e-4)) ** 2,
-        )
-        for size in (1e6, 1e7)
-        for rate in (1e-4, 3e-4, 9e-4)
-    )
-    assert fit_rate_law(purchases).curvature == 0
-    assert RateLaw(level=0.0, slope=0.0, curvature=0.0).best(1e7) == 1e-3  # The service's most.
-
-
-def test_the_design_finds_the_optimum_and_beats_an_even_grid() -> None:
-    errors = design_study(num_surfaces=20, noise=0.003)
-    assert errors["design"].within_tenth >= 0.9
-    assert errors["design"].root_mean_square < 0.9 * errors["uniform"].root_mean_square
-
-
-def test_a_campaign_over_http() -> None:
-    service = FakeTrainingService(random_truth(3))
-    with serve(service) as address:
-        assert address.startswith("http://127.0.0.1:")
-        campaign = run_campaign(HttpTrainingService(f"{address}?api_key=none"), 2e18, 1e19)
-    assert campaign.flops == pytest.approx(service.flops_used)
-    assert campaign.flops <= 2e18
-    truth = float(service.truth.surface.optimal_parameters(1e19))
-    assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.1)
-
-
-def test_the_fake_answers_like_the_service() -> None:
-    service = FakeTrainingService(random_truth(0), total_flops=2.5e15)
-    with serve(service) as address:
-        client = HttpTrainingService(address)
-        first = client.query(GOOD)
-        assert first.total_flops_used == 1e15
-        assert client.query(GOOD) == first  # Asked again, it is free and the same.
-        other = dataclasses.replace(GOOD, num_layers=4)
-        assert client.query(other).total_flops_used == 2e15
-        with pytest.raises(ServiceError, match=r"403 .*exceed the total"):
-            client.query(dataclasses.replace(GOOD, num_layers=6))
-        for query, status in (("loss?d_model=5", 422), ("loss?d_model=a", 422), ("other", 404)):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"{address}/{query}")
-            assert refused.value.code == status
-            assert json.load(refused.value)["detail"]
-            refused.value.close()
-    with pytest.raises(ServiceError, match="is it running"):
-        client.query(GOOD)
-    with pytest.raises(UsageError, match="an address such as"):
-        HttpTrainingService("localhost:8000")
-
-
-def test_any_training_service_will_do(surface: LossSurface) -> None:
-    class Exact:
-        used = 0.0
-
-        def query(self, request: RunRequest) -> Reply:
-            self.used += request.train_flops
-            loss = float(surface.loss(request.parameters, request.tokens))
-            return Reply(loss=loss, total_flops_used=self.used)
-
-    service = Exact()
-    campaign = run_campaign(service, 3e17, 1e19)
-    assert service.used == pytest.approx(campaign.flops)
-    truth = float(surface.optimal_parameters(1e19))
-    assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.05)

@@ -1,4 +1,4 @@
-"""Buying runs: learning rates first, cheaply, then the runs that the design chooses.
+"""Buying runs from the courses' training service: learning rates first, then what a design chooses.
 
 A learning rate that is off by a factor costs as much loss as a model that is off by ten, so a
 small share of the budget goes into its law: a few sizes, a few rates each, one parabola with a
@@ -8,13 +8,11 @@ The rest is spent in rounds; after each, all runs so far choose those of the nex
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.experiments.design import Belief, choose, learn, prior_belief
-from paceline.scaling.experiments.service import (
+from paceline.course.training_service import (
     BATCH_SIZES,
     D_MODEL_RANGE,
     LEARNING_RATE_RANGE,
@@ -24,16 +22,22 @@ from paceline.scaling.experiments.service import (
     RunRequest,
     TrainingService,
 )
+from paceline.records import Record
+from paceline.scaling.experiments.candidates import (
+    FARTHEST_BELOW,
+    is_near,
+    learn_from,
+    propose_runs,
+    require_target,
+)
+from paceline.scaling.experiments.design import Belief
+from paceline.scaling.records import run_record
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
-EXPECTED_NOISE = 0.003
 _SCOUT_SIZES = (1e6, 8e6, 6e7)
 _SCOUT_RATES = tuple(np.geomspace(1.2e-4, 9e-4, 5))
 _SCOUT_SHARE = 0.08
-# Runs farther below the target are cheap, but real ones do not lie on its surface any more.
-_FARTHEST_BELOW = 1e-4
-_REACH = 8.0
 _NUM_SIZES = 32
 _NUM_ROUNDS = 5
 _ASPECT_RANGE = (12, 130)
@@ -68,7 +72,7 @@ class RateLaw:
 
 
 UNTUNED = RateLaw(level=float(np.log(6e-4)), slope=-0.15, curvature=0.0)
-"""What is assumed before any rate was tried."""
+"""What is assumed where rates that were tried show no best one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,59 +88,35 @@ class Campaign:
         """FLOPs of all runs."""
         return sum(purchase.request.train_flops for purchase in self.purchases)
 
-
-def propose_runs(
-    known: Sweep | None, budget: float, target: float, rates: RateLaw = UNTUNED
-) -> list[RunRequest]:
-    """Returns the runs to buy with a budget, in the order of choice.
-
-    Args:
-        known: Runs that have been made already.
-        budget: FLOPs to spend.
-        target: The budget in FLOPs whose best model is to be known.
-        rates: How the best learning rate depends on a model's size.
-    """
-    require_budget(budget, target)
-    belief = learn_from(known)
-    bought = set() if known is None else set(zip(known.parameters, known.compute, strict=True))
-    candidates = [
-        request
-        for request in _candidates(belief, budget, target, rates)
-        if (request.parameters, request.train_flops) not in bought
-    ]
-    if not candidates:
-        raise UsageError(
-            f"no run that {budget:g} FLOPs buy tells of a target of {target:g}; spend more, or aim "
-            "lower"
-        )
-    chosen = choose(belief, *_columns(candidates), target, budget)
-    return [candidates[index] for index in chosen]
-
-
-def learn_from(known: Sweep | None) -> Belief:
-    """Returns what runs, or none, tell of the surface."""
-    if known is None:
-        return prior_belief(EXPECTED_NOISE)
-    return learn(known.parameters, known.tokens, known.loss, EXPECTED_NOISE)
-
-
-def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
-    """Returns runs as a sweep, their losses corrected to the best learning rate."""
-    parameters, _, compute = _columns([run.request for run in purchases])
-    losses = [run.loss * np.exp(-rates.excess(run.request)) for run in purchases]
-    return Sweep.from_arrays(parameters=parameters, compute=compute, loss=losses)
+    def records(self) -> list[Record]:
+        """Returns a record per run."""
+        return [
+            run_record(
+                purchase.request,
+                purchase.loss,
+                compute_budget=purchase.request.train_flops,
+                d_model=purchase.request.d_model,
+                num_layers=purchase.request.num_layers,
+                num_heads=purchase.request.num_heads,
+                batch_size=purchase.request.batch_size,
+                learning_rate=purchase.request.learning_rate,
+            )
+            for purchase in self.purchases
+        ]
 
 
 def run_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
     """Buys runs from a training service until nothing affordable is left."""
-    require_budget(budget, target)
+    require_target(target)
     purchases = scout_learning_rates(service, budget)
     rates = fit_rate_law(purchases)
     left = budget - sum(run.request.train_flops for run in purchases)
     for number in range(_NUM_ROUNDS):
-        if left < max(min(TRAIN_FLOPS), _FARTHEST_BELOW * target):
+        if left < max(min(TRAIN_FLOPS), FARTHEST_BELOW * target):
             break
-        plan = propose_runs(as_sweep(purchases, rates), left, target, rates)
+        known = as_sweep(purchases, rates)
+        candidates = service_candidates(learn_from(known), left, target, rates)
+        plan = propose_runs(known, candidates, budget=left, target=target)
         # Early rounds buy a part of the plan, cheapest first: it will change as they are known.
         plan.sort(key=lambda request: request.train_flops)
         share = (number + 1) / _NUM_ROUNDS
@@ -180,26 +160,31 @@ def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
     )
 
 
-def uniform_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
-    """Buys an even grid of sizes at every budget, for as much: what the design is judged by."""
-    purchases = scout_learning_rates(service, budget)
-    rates = fit_rate_law(purchases)
-    left = budget - sum(run.request.train_flops for run in purchases)
-    levels = [flops for flops in TRAIN_FLOPS if _FARTHEST_BELOW * target <= flops <= budget / 8]
-    num_sizes = {flops: int(left // sum(levels)) for flops in levels}
-    left -= sum(flops * count for flops, count in num_sizes.items())
-    for flops in reversed(levels):
-        more = int(left // flops)
-        num_sizes[flops] += more
-        left -= more * flops
-    surface = prior_belief(EXPECTED_NOISE).surface
-    for flops, count in num_sizes.items():
-        for size in float(surface.optimal_parameters(flops)) * np.geomspace(
-            1 / _REACH, _REACH, count
-        ):
+def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
+    """Returns runs as a sweep, their losses corrected to the best learning rate."""
+    return Sweep.from_arrays(
+        parameters=[run.request.parameters for run in purchases],
+        compute=[run.request.train_flops for run in purchases],
+        loss=[run.loss * np.exp(-rates.excess(run.request)) for run in purchases],
+    )
+
+
+def service_candidates(
+    belief: Belief, budget: float, target: float, rates: RateLaw
+) -> list[RunRequest]:
+    """Returns the runs that the service sells and that tell of a target, one per size and FLOPs."""
+    sizes = _shapes()[0]
+    ladder = np.geomspace(sizes.min(), sizes.max(), _NUM_SIZES)
+    requests = {}
+    for flops in TRAIN_FLOPS:
+        if not FARTHEST_BELOW * target <= flops <= budget:
+            continue
+        best = float(belief.surface.optimal_parameters(flops))
+        for size in ladder:
             request = shape_request(size, flops, rates.best(size))
-            purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
-    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+            if is_near(request.parameters, best):
+                requests[request.parameters, flops] = request
+    return list(requests.values())
 
 
 def shape_request(parameters: float, train_flops: float, learning_rate: float) -> RunRequest:
@@ -222,14 +207,6 @@ def shape_request(parameters: float, train_flops: float, learning_rate: float) -
     )
 
 
-def require_budget(budget: float, target: float) -> None:
-    """Refuses a budget that buys nothing, and a target that is none."""
-    if not (math.isfinite(target) and target > 0):
-        raise UsageError(f"a target of {target:g} FLOPs; it must be positive, such as 1e19")
-    if not budget >= min(TRAIN_FLOPS):
-        raise UsageError(f"a budget of {budget:g} FLOPs buys no run; the least costs 1e13")
-
-
 @functools.cache
 def _shapes() -> tuple[Array, Array, Array]:
     widths, depths = np.meshgrid(
@@ -240,26 +217,3 @@ def _shapes() -> tuple[Array, Array, Array]:
     is_sane = (aspect >= _ASPECT_RANGE[0]) & (aspect <= _ASPECT_RANGE[1])
     widths, depths = widths[is_sane], depths[is_sane]
     return 12.0 * depths * widths**2, widths, depths
-
-
-def _candidates(belief: Belief, budget: float, target: float, rates: RateLaw) -> list[RunRequest]:
-    sizes = _shapes()[0]
-    ladder = np.geomspace(sizes.min(), sizes.max(), _NUM_SIZES)
-    requests = {}
-    for flops in TRAIN_FLOPS:
-        if not _FARTHEST_BELOW * target <= flops <= budget:
-            continue
-        best = float(belief.surface.optimal_parameters(flops))
-        for size in ladder:
-            request = shape_request(size, flops, rates.best(size))
-            if 1 / _REACH <= request.parameters / best <= _REACH:
-                requests[request.parameters, flops] = request
-    return list(requests.values())
-
-
-def _columns(requests: list[RunRequest]) -> tuple[Array, Array, Array]:
-    return (
-        np.array([request.parameters for request in requests], dtype=np.float64),
-        np.array([request.tokens for request in requests]),
-        np.array([request.train_flops for request in requests]),
-    )

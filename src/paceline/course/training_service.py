@@ -72,6 +72,11 @@ class RunRequest:
         """Tokens that the FLOPs pay for."""
         return float(tokens_for(self.train_flops, self.parameters))
 
+    @property
+    def cost(self) -> float:
+        """What the service charges: its FLOPs."""
+        return self.train_flops
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:

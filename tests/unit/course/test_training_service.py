@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.scaling.experiments import service
-from paceline.scaling.experiments.service import HttpTrainingService, RunRequest, ServiceError
+from paceline.course import training_service
+from paceline.course.training_service import HttpTrainingService, RunRequest, ServiceError
 
 REQUEST = RunRequest(
     d_model=512,
@@ -90,7 +90,7 @@ def test_redirections_are_not_followed() -> None:
 
 
 def test_an_answer_that_drips_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(training_service, "_TIMEOUT_S", 0.5)
     with _answering(b"{", drips=True) as address, pytest.raises(ServiceError, match="too slow"):
         HttpTrainingService(address).query(REQUEST)
 

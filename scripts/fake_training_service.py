@@ -1,8 +1,9 @@
-"""A fake of the courses' training service, with a truth that is known.
+"""A fake of the courses' training service whose truth is known, and a study of designs with it.
 
 It sells noisy losses of a surface, made worse by a learning rate off its optimum, within a total
 of FLOPs. Its noise is a function of the request, so that asking twice tells nothing new, as with
-the real one. `serve` puts it on loopback, where tests and examples ask it over HTTP.
+the real one. `serve` puts it on loopback, where tests ask it over HTTP; `design_study` buys from
+many of them, by design and on an even grid of the same cost.
 """
 
 import contextlib
@@ -18,7 +19,29 @@ from collections.abc import Iterator
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.experiments.service import Reply, RunRequest, ServiceError
+from paceline.course.campaign import (
+    Campaign,
+    Purchase,
+    as_sweep,
+    fit_rate_law,
+    run_campaign,
+    scout_learning_rates,
+    shape_request,
+)
+from paceline.course.training_service import (
+    TRAIN_FLOPS,
+    Reply,
+    RunRequest,
+    ServiceError,
+    TrainingService,
+)
+from paceline.scaling.experiments.candidates import (
+    EXPECTED_NOISE,
+    FARTHEST_BELOW,
+    REACH,
+    learn_from,
+)
+from paceline.scaling.experiments.design import prior_belief
 from paceline.scaling.surface import LossSurface
 
 
@@ -91,6 +114,67 @@ class FakeTrainingService:
                 self.flops_used += request.train_flops
                 self._sold[request] = self.truth.loss(request)
             return Reply(loss=self._sold[request], total_flops_used=self.flops_used)
+
+
+def uniform_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
+    """Buys an even grid of sizes at every budget, for as much: what the design is judged by."""
+    purchases = scout_learning_rates(service, budget)
+    rates = fit_rate_law(purchases)
+    left = budget - sum(run.request.train_flops for run in purchases)
+    levels = [flops for flops in TRAIN_FLOPS if FARTHEST_BELOW * target <= flops <= budget / 8]
+    num_sizes = {flops: int(left // sum(levels)) for flops in levels}
+    left -= sum(flops * count for flops, count in num_sizes.items())
+    for flops in reversed(levels):
+        more = int(left // flops)
+        num_sizes[flops] += more
+        left -= more * flops
+    surface = prior_belief(EXPECTED_NOISE).surface
+    for flops, count in num_sizes.items():
+        for size in float(surface.optimal_parameters(flops)) * np.geomspace(
+            1 / REACH, REACH, count
+        ):
+            request = shape_request(size, flops, rates.best(size))
+            purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
+    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DesignError:
+    """How far campaigns missed the best N of their target, over random surfaces."""
+
+    within_tenth: float
+    """Share that missed by less than 10%."""
+    root_mean_square: float
+    """Of the log of the predicted over the true N."""
+    largest: float
+
+
+def design_study(
+    *, num_surfaces: int, noise: float, total_flops: float = 2e18, target: float = 1e19
+) -> dict[str, DesignError]:
+    """Buys runs of random surfaces by design and on an even grid of the same cost."""
+    errors: dict[str, list[float]] = {"design": [], "uniform": []}
+    for seed in range(num_surfaces):
+        truth = random_truth(seed, noise)
+        best = float(truth.surface.optimal_parameters(target))
+        campaigns = {
+            "design": run_campaign(FakeTrainingService(truth, total_flops), total_flops, target),
+            "uniform": uniform_campaign(
+                FakeTrainingService(truth, total_flops), total_flops, target
+            ),
+        }
+        for name, campaign in campaigns.items():
+            found = float(campaign.belief.surface.optimal_parameters(target))
+            errors[name].append(float(np.log(found / best)))
+    return {name: _design_error(np.abs(values)) for name, values in errors.items()}
+
+
+def _design_error(sizes: "np.ndarray") -> DesignError:
+    return DesignError(
+        within_tenth=float((sizes < np.log(1.1)).mean()),
+        root_mean_square=float(np.sqrt((sizes**2).mean())),
+        largest=float(sizes.max()),
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,166 @@
+"""Runs that could be made, what each costs, and which of them to make next.
+
+Any object with parameters, tokens and a cost is a candidate: `candidate_runs` lays out a grid of
+them, `read_candidates` reads them from a file, and a service that trains on request has its own.
+The budget is in the unit of the costs, which are FLOPs unless a price says otherwise.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.experiments.design import Belief, choose, learn, prior_belief
+from paceline.scaling.runs.readers import read_rows
+from paceline.scaling.runs.sweep import Sweep, positive_number, run_size
+from paceline.scaling.surface import tokens_for
+
+Price = Callable[[float, float], float]
+"""What a run of so many parameters on so many tokens costs."""
+
+EXPECTED_NOISE = 0.003
+# Runs farther below the target are cheap, but real ones do not lie on its surface any more; nor do
+# models that are farther from the best size of their FLOPs.
+FARTHEST_BELOW = 1e-4
+REACH = 8.0
+_NUM_SIZES = 17
+_STEPS_OF_A_DECADE = (1.0, 3.0, 6.0)
+# Runs stop at whole steps and models have whole layers: this near, a run has been made already.
+_SAME_RUN = 0.01
+
+
+class Candidate(Protocol):
+    """A run that could be made."""
+
+    @property
+    def parameters(self) -> float:
+        """N."""
+
+    @property
+    def tokens(self) -> float:
+        """D."""
+
+    @property
+    def cost(self) -> float:
+        """The share of the budget that it takes, in the budget's unit."""
+
+
+_Candidate = TypeVar("_Candidate", bound=Candidate)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CandidateRun:
+    """A candidate of which only size, data and cost are known."""
+
+    parameters: float
+    """N."""
+    tokens: float
+    """D."""
+    cost: float
+    """What the run costs, in the unit of the budget."""
+
+
+def candidate_runs(
+    target: float,
+    known: Sweep | None = None,
+    *,
+    flops: Sequence[float] = (),
+    sizes: Sequence[float] = (),
+    price: Price | None = None,
+) -> list[CandidateRun]:
+    """Returns a grid of candidates: sizes about the best one, for every number of FLOPs.
+
+    Args:
+        target: The FLOPs whose best model is to be known.
+        known: Runs that have been made already; they say where the best sizes lie.
+        flops: FLOPs that a run may take; 1, 3 and 6 per decade from 1e-4 of the target by default.
+        sizes: Parameters that a model may have; by default 17 within a factor of 8 of the best.
+        price: The cost of a run from its parameters and tokens; its FLOPs, 6ND, by default.
+    """
+    surface = learn_from(known).surface
+    candidates = []
+    for compute in flops or _ladder(target):
+        best = float(surface.optimal_parameters(compute))
+        ladder = sizes or (best * np.geomspace(1 / REACH, REACH, _NUM_SIZES)).tolist()
+        for size in ladder:
+            if not is_near(size, best):
+                continue
+            tokens = float(tokens_for(compute, size))
+            cost = compute if price is None else price(size, tokens)
+            candidates.append(CandidateRun(parameters=size, tokens=tokens, cost=cost))
+    return candidates
+
+
+def read_candidates(path: pathlib.Path) -> list[CandidateRun]:
+    """Reads candidates from a file at `path`: runs without a loss, with a `cost` if not 6ND."""
+    candidates = []
+    for number, row in enumerate(read_rows(path), start=1):
+        where = f"{path}: row {number}"
+        parameters, tokens, compute = run_size(row, where)
+        cost = positive_number(row, "cost", where) if "cost" in row else compute
+        candidates.append(CandidateRun(parameters=parameters, tokens=tokens, cost=cost))
+    return candidates
+
+
+def propose_runs(
+    known: Sweep | None, candidates: Sequence[_Candidate], *, budget: float, target: float
+) -> list[_Candidate]:
+    """Returns the candidates to run with a budget, in the order of choice.
+
+    Args:
+        known: Runs that have been made already.
+        candidates: Runs that could be made; those that are known already are not made again.
+        budget: What all of them together may cost, in the unit of their costs.
+        target: The FLOPs whose best model is to be known.
+    """
+    require_target(target)
+    new = [run for run in candidates if known is None or not _is_known(run, known)]
+    if not any(run.cost <= budget for run in new):
+        least = min((run.cost for run in new), default=math.nan)
+        raise UsageError(
+            f"a budget of {budget:g} buys no run: the cheapest of {len(new)} candidates costs "
+            f"{least:g}; spend more, aim lower than {target:g} FLOPs, or give other candidates"
+        )
+    parameters, tokens, cost = np.array(
+        [(run.parameters, run.tokens, run.cost) for run in new], dtype=np.float64
+    ).T
+    chosen = choose(learn_from(known), parameters, tokens, cost, target, budget)
+    return [new[index] for index in chosen]
+
+
+def learn_from(known: Sweep | None) -> Belief:
+    """Returns what runs, or none, tell of the surface."""
+    if known is None:
+        return prior_belief(EXPECTED_NOISE)
+    return learn(known.parameters, known.tokens, known.loss, EXPECTED_NOISE)
+
+
+def is_near(parameters: float, best: float) -> bool:
+    """Says whether a size is near enough to the best of its FLOPs to tell of it."""
+    # Ends of a ladder are rounded, too.
+    return abs(math.log(parameters / best)) <= math.log(REACH) + 1e-9
+
+
+def require_target(target: float) -> None:
+    """Refuses a target that is none."""
+    if not (math.isfinite(target) and target > 0):
+        raise UsageError(f"a target of {target:g} FLOPs; it must be positive, such as 1e19")
+
+
+def _ladder(target: float) -> list[float]:
+    require_target(target)
+    last = math.floor(math.log10(target))
+    first = last + round(math.log10(FARTHEST_BELOW)) - 1
+    steps = [
+        digit * 10.0**power for power in range(first, last + 1) for digit in _STEPS_OF_A_DECADE
+    ]
+    return [flops for flops in steps if FARTHEST_BELOW * target <= flops <= target]
+
+
+def _is_known(run: Candidate, known: Sweep) -> bool:
+    sizes, tokens = np.log(known.parameters / run.parameters), np.log(known.tokens / run.tokens)
+    return bool(((np.abs(sizes) < _SAME_RUN) & (np.abs(tokens) < _SAME_RUN)).any())
