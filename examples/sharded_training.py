@@ -1,6 +1,6 @@
-"""Gradients and optimizer state divided among ranks; saved by two of them, continued by three.
+"""Gradients and optimizer state sharded over ranks (ZeRO-2); saved by two, continued by three.
 
-Each rank owns an equal share of every bucket of parameters. The same global batches are divided
+Each rank has an equal shard of every bucket of parameters. The same global batches are divided
 among however many ranks there are, so that the printed losses do not depend on their number, nor on
 whether the run was interrupted:
 
@@ -47,9 +47,9 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         )
         own = batch[session.rank :: session.world_size].to(session.device)
         loss = next_token_loss(model(own[:, :-1]), own[:, 1:])
-        loss.backward()  # Gradients go to their owners meanwhile.
+        loss.backward()  # Gradients are reduce-scattered meanwhile.
         model.clip_grad_norm_(1.0)
-        optimizer.step()  # The new parameters travel while the next forward pass runs.
+        optimizer.step()  # The all-gather of the new parameters overlaps the next forward pass.
         optimizer.zero_grad()
         # --8<-- [end:loop]
         mean_loss = loss.detach() / session.world_size

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import pathlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
@@ -22,7 +24,6 @@ from paceline.parallel import (
     RankPool,
     ShardedDataParallel,
     ShardedOptimizer,
-    merge_shards,
 )
 from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
 from paceline.parallel.zero import flat_parameters
@@ -439,7 +440,7 @@ def test_sixteen_bit_parameters_have_a_master(rank_pool: Pools) -> None:
     rank_pool(2).run(_master)
 
 
-def _save(rank: int, _world_size: int, master: bool) -> dict[str, Any]:
+def _save(rank: int, _world_size: int, master: bool, path: str) -> dict[str, Any]:
     dtype = torch.bfloat16 if master else torch.float32
     torch.manual_seed(0)
     ours = ShardedDataParallel(
@@ -448,32 +449,36 @@ def _save(rank: int, _world_size: int, master: bool) -> dict[str, Any]:
     sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.01)
     for step in range(6):
         if step == 3:
-            saved = {"model": ours.state_dict(), "optimizer": sharded.state_dict()}
-            saved = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved)
+            saved = {"model": ours.state_dict(), "optimizer": sharded.checkpoint_state(ours)}
+            dcp.save(saved, checkpoint_id=path)
         loss_of(ours(data(step, 7).to(dtype), rank)).backward()
         sharded.step()
         sharded.zero_grad()
-    return {**saved, "end": {name: p.detach().clone() for name, p in ours.named_parameters()}}
+    return {name: p.detach().clone() for name, p in ours.named_parameters()}
 
 
-def _continue(rank: int, _world_size: int, saved: list[dict[str, Any]], master: bool) -> None:
+def _load(path: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    saved = {"model": model.state_dict()}
+    dcp.load(saved, checkpoint_id=path)
+    model.load_state_dict(saved["model"])
+    optimizer.load_checkpoint(model, dcp.FileSystemReader(path))
+
+
+def _continue(rank: int, _world_size: int, end: dict[str, Tensor], master: bool, path: str) -> None:
     dtype = torch.bfloat16 if master else torch.float32
     torch.manual_seed(5)
     ours = ShardedDataParallel(
         Layered().to(dtype), None, master_dtype=torch.float32 if master else None
     )
     sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.5)
-    ours.load_state_dict(saved[0]["model"])
-    sharded.load_shards(one["optimizer"] for one in saved)
+    _load(path, ours, sharded)
     for step in range(3, 6):
         # All ranks have the same data, so that their number makes no difference.
         loss_of(ours(data(step, 7).to(dtype), rank)).backward()
         sharded.step()
         sharded.zero_grad()
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(
-            parameter.detach(), saved[0]["end"][name], rtol=1e-5, atol=1e-6, msg=name
-        )
+        torch.testing.assert_close(parameter.detach(), end[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 # A third of a sixteen-bit gradient is rounded, which Adam makes much of; a half is not.
@@ -481,13 +486,13 @@ def _continue(rank: int, _world_size: int, saved: list[dict[str, Any]], master: 
     ("master", "world_size"), [(False, 1), (False, 2), (False, 3), (True, 1), (True, 2)]
 )
 def test_saved_by_four_ranks_continued_by_fewer(
-    rank_pool: Pools, master: bool, world_size: int
+    rank_pool: Pools, tmp_path: pathlib.Path, master: bool, world_size: int
 ) -> None:
-    saved = rank_pool(4).run(_save, master)
-    rank_pool(world_size).run(_continue, saved, master)
+    end, *_ = rank_pool(4).run(_save, master, str(tmp_path))
+    rank_pool(world_size).run(_continue, end, master, str(tmp_path))
 
 
-def _save_hybrid(rank: int, _world_size: int) -> dict[str, Any]:
+def _save_hybrid(rank: int, _world_size: int, path: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     ours = ShardedDataParallel(Layered(), SMALL_BUCKET_MB, process_group=mesh)
@@ -496,21 +501,22 @@ def _save_hybrid(rank: int, _world_size: int) -> dict[str, Any]:
     sharded.add_param_group({"params": [p for p in ours.parameters() if p.dim() == 1]})
     loss_of(ours(data(0, 7), rank)).backward()
     sharded.step()
-    return {"model": ours.state_dict(), "optimizer": sharded.state_dict()}
+    state = {"model": ours.state_dict(), "optimizer": sharded.checkpoint_state(ours)}
+    dcp.save(state, checkpoint_id=path)
+    return sharded.full_state_dict()
 
 
-def _load_hybrid(rank: int, _world_size: int, saved: list[dict[str, Any]]) -> None:
+def _load_hybrid(rank: int, _world_size: int, full: dict[str, Any], path: str) -> None:
     models = [Layered(), Layered()]
-    for model in models:
-        model.load_state_dict(saved[0]["model"])
     groups = [
         [{"params": [p for p in m.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
         for m in models
     ]
     sharded = ShardedOptimizer(groups[0], AdamW, lr=0.5)
-    sharded.load_shards(one["optimizer"] for one in saved)
+    _load(path, models[0], sharded)
+    models[1].load_state_dict(models[0].state_dict())
     whole = AdamW(groups[1], lr=0.5)
-    whole.load_state_dict(merge_shards(one["optimizer"] for one in saved))
+    whole.load_state_dict(copy.deepcopy(full))  # All ranks were sent the same memory.
     for model, optimizer in zip(models, (sharded, whole), strict=True):
         loss_of(model(data(1, 7), rank)).backward()
         optimizer.step()
@@ -518,9 +524,12 @@ def _load_hybrid(rank: int, _world_size: int, saved: list[dict[str, Any]]) -> No
         assert torch.equal(own, other)
 
 
-def test_what_replicas_have_saved_is_loaded_once(rank_pool: Pools) -> None:
-    saved = rank_pool(4).run(_save_hybrid)
-    rank_pool(2).run(_load_hybrid, saved)
+def test_what_replicas_have_saved_is_loaded_once(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
+    # Ranks 0 and 2 are the first of their replicas.
+    full, nothing, replica, also_nothing = rank_pool(4).run(_save_hybrid, str(tmp_path))
+    assert nothing == also_nothing == {}
+    assert len(replica["state"]) == len(full["state"]) == 5
+    rank_pool(2).run(_load_hybrid, full, str(tmp_path))
 
 
 def _memory(rank: int, world_size: int) -> None:

@@ -1,7 +1,7 @@
 """The sharded optimizer against the same optimizer on one process, to the bit."""
 
+import copy
 import functools
-import io
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.parallel import (
-    OptimizerStateError,
-    RankPool,
-    ShardedOptimizer,
-    merge_shards,
-)
+from paceline.parallel import OptimizerStateError, RankPool, ShardedOptimizer
 from tests.distributed.toys import (
     MODELS,
     WIDTH,
     Layered,
+    Shapes,
     data,
     loss_of,
     make_pair,
@@ -54,13 +50,14 @@ def _require_bits(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(own, other), f"{name} differs by {(own - other).abs().max()}"
 
 
-def _give_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+def _step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.zero_grad()
     loss_of(model(data(step, 7), 0)).backward()
-
-
-def _step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    _give_gradients(model, optimizer, step)
+    if isinstance(model, Shapes):
+        # Matmuls may round otherwise where the matrices lie at another address.
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad.copy_(torch.randn(parameter.shape, dtype=parameter.dtype))
     optimizer.step()
 
 
@@ -70,16 +67,8 @@ def _train(rank: int, _world_size: int, case: str, partition: str | None, model_
     sharded = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
     whole = optimizer_cls(alone.parameters(), **options)
     for step in range(10):
-        if model_name == "shapes":
-            # Products of matrices may round otherwise where these lie at another address.
-            _give_gradients(alone, whole, step)
-            for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
-                own.grad = other.grad.clone()
-            sharded.step()
-            whole.step()
-        else:
-            _step(ours, sharded, step)
-            _step(alone, whole, step)
+        _step(ours, sharded, step)
+        _step(alone, whole, step)
         _require_bits(ours, alone)
 
 
@@ -285,10 +274,9 @@ def _few_elements(_rank: int, _world_size: int, partition: str) -> None:
             parameter.grad = torch.tensor([0.5])
             optimizer.step()
     assert torch.equal(ours, alone)
-    state = optimizers[0].state_dict()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, state)
-    assert sum(len(other["state"]) for other in everyone) == 1
+    num_shards = torch.tensor(len(list(optimizers[0].shards())))
+    dist.all_reduce(num_shards)
+    assert num_shards == 1
 
 
 @pytest.mark.parametrize("partition", ["parameters", "elements"])
@@ -344,52 +332,75 @@ def test_the_state_is_divided_evenly(rank_pool: Pools, world_size: int) -> None:
     assert torchs > 1.5  # The embedding cannot be halved there.
 
 
-def _save(rank: int, _world_size: int, case: str, partition: str, model_name: str) -> bytes:
+def _save(
+    _rank: int, _world_size: int, case: str, partition: str, model_name: str, path: str
+) -> dict[str, Any]:
     optimizer_cls, options = CASES[case]
     model = _model(name=model_name)
     optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, partition=partition, **options)
     for step in range(3):
         _step(model, optimizer, step)
     optimizer.param_groups[0]["lr"] = 0.03
-    content = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, content)
-    return content.getvalue()
-
-
-def _read(files: list[bytes]) -> list[dict[str, Any]]:
-    return [torch.load(io.BytesIO(file), weights_only=True) for file in files]
+    state = {"model": model.state_dict(), "optimizer": optimizer.checkpoint_state(model)}
+    dcp.save(state, checkpoint_id=path)
+    return optimizer.full_state_dict()
 
 
 def _continue(
-    _rank: int, _world_size: int, files: list[bytes], case: str, partition: str, model_name: str
+    _rank: int,
+    _world_size: int,
+    full: dict[str, Any],
+    case: str,
+    partition: str,
+    model_name: str,
+    path: str,
 ) -> None:
     optimizer_cls, options = CASES[case]
-    saved = _read(files)
-    ours, alone = _model(5, model_name), _model(6, model_name)
-    sharded = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
-    plain = optimizer_cls(alone.parameters(), **options)
-    for model in (ours, alone):
-        model.load_state_dict(saved[0]["model"])
-    sharded.load_shards(file["optimizer"] for file in saved)
-    plain.load_state_dict(merge_shards(file["optimizer"] for file in saved))
+    make_sharded = functools.partial(ShardedOptimizer, partition=partition)
     never_saved = _model(name=model_name)
     reference = optimizer_cls(never_saved.parameters(), **options)
     for step in range(3):
         _step(never_saved, reference, step)
     reference.param_groups[0]["lr"] = 0.03
+    _require_same_state(full, reference.state_dict())
+    # From the checkpoint and from the full dictionary into shards, and into plain torch.optim.
+    weights = {"model": _model(5, model_name).state_dict()}
+    dcp.load(weights, checkpoint_id=path)
+    runs = []
+    for number, make in enumerate((make_sharded, make_sharded, optimizer_cls)):
+        model = _model(6 + number, model_name)
+        arguments = (optimizer_cls,) if make is make_sharded else ()
+        optimizer = make(model.parameters(), *arguments, **options)
+        model.load_state_dict(weights["model"])
+        runs.append((model, optimizer))
+    (ours, from_checkpoint), (_, from_full), (alone, plain) = runs
+    from_checkpoint.load_checkpoint(ours, dcp.FileSystemReader(path))
+    from_full.load_state_dict(full)
+    # All ranks were sent the same memory, and torch's own optimizer keeps what it is given.
+    plain.load_state_dict(copy.deepcopy(full))
     for step in range(3, 6):
-        for model, optimizer in ((ours, sharded), (alone, plain), (never_saved, reference)):
+        for model, optimizer in (*runs, (never_saved, reference)):
             _step(model, optimizer, step)
-    _require_bits(ours, never_saved)
-    _require_bits(alone, never_saved)
+    for model, _ in runs:
+        _require_bits(model, never_saved)
     # And back: from plain torch.optim into shards.
-    back = _model(8, model_name)
-    again = ShardedOptimizer(back.parameters(), optimizer_cls, partition=partition, **options)
+    back = _model(9, model_name)
+    again = make_sharded(back.parameters(), optimizer_cls, **options)
     back.load_state_dict(alone.state_dict())
     again.load_state_dict(plain.state_dict())
     for model, optimizer in ((back, again), (alone, plain)):
         _step(model, optimizer, 6)
     _require_bits(back, alone)
+
+
+def _require_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["param_groups"] == expected["param_groups"]
+    for number, state in expected["state"].items():
+        if number not in actual["state"]:  # A parameter without elements has no shard.
+            assert not state["exp_avg"].numel()
+            continue
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(actual["state"][number][key]), value)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -399,65 +410,12 @@ def _continue(
         ("adamw_loop", "elements", "elements", "layered"),
         ("adamw_loop", "elements", "parameters", "tied"),
         ("adamw_loop", "parameters", "elements", "frozen"),
-        ("sgd_momentum", "elements", "elements", "unused"),
+        ("adamw_loop", "elements", "parameters", "shapes"),
+        ("sgd_momentum", "parameters", "elements", "unused"),
         ("adafactor", "parameters", "parameters", "layered"),
     ],
 )
 def test_saved_by_four_ranks_continued_by_fewer(
-    rank_pool: Pools, case: str, partition: str, then: str, model: str, world_size: int
-) -> None:
-    files = rank_pool(4).run(_save, case, partition, model)
-    rank_pool(world_size).run(_continue, files, case, then, model)
-
-
-def _save_checkpoint(
-    _rank: int, _world_size: int, case: str, partition: str, model_name: str, path: str
-) -> None:
-    optimizer_cls, options = CASES[case]
-    model = _model(name=model_name)
-    optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, partition=partition, **options)
-    for step in range(3):
-        _step(model, optimizer, step)
-    state = {"model": model.state_dict(), "optimizer": optimizer.checkpoint_state(model)}
-    dcp.save(state, checkpoint_id=path)
-
-
-def _continue_checkpoint(
-    _rank: int, _world_size: int, case: str, partition: str, model_name: str, path: str
-) -> None:
-    optimizer_cls, options = CASES[case]
-    ours = _model(5, model_name)
-    optimizer = ShardedOptimizer(ours.parameters(), optimizer_cls, partition=partition, **options)
-    optimizer.param_groups[0]["lr"] = 77.0
-    weights = {"model": ours.state_dict()}
-    dcp.load(weights, checkpoint_id=path)
-    optimizer.load_checkpoint(ours, dcp.FileSystemReader(path))
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    never_saved = _model(name=model_name)
-    reference = optimizer_cls(never_saved.parameters(), **options)
-    for step in range(6):
-        _step(never_saved, reference, step)
-        if step >= 3:
-            _step(ours, optimizer, step)
-    _require_bits(ours, never_saved)
-    with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
-        optimizer.load_checkpoint(ours, dcp.FileSystemReader(path), prefix="other")
-    renamed = nn.Sequential(ours)
-    with pytest.raises(OptimizerStateError, match=r"knows no parameter '0\.first\.weight'"):
-        optimizer.load_checkpoint(renamed, dcp.FileSystemReader(path))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    ("case", "partition", "then", "model"),
-    [
-        ("adamw_loop", "elements", "elements", "layered"),
-        ("adamw_loop", "elements", "parameters", "tied"),
-        ("adamw_loop", "parameters", "elements", "unused"),
-        ("adafactor", "parameters", "parameters", "frozen"),
-    ],
-)
-def test_a_distributed_checkpoint_is_continued_by_fewer(
     rank_pool: Pools,
     tmp_path: pathlib.Path,
     case: str,
@@ -466,28 +424,36 @@ def test_a_distributed_checkpoint_is_continued_by_fewer(
     model: str,
     world_size: int,
 ) -> None:
-    rank_pool(4).run(_save_checkpoint, case, partition, model, str(tmp_path))
-    rank_pool(world_size).run(_continue_checkpoint, case, then, model, str(tmp_path))
+    full, *others = rank_pool(4).run(_save, case, partition, model, str(tmp_path))
+    assert not any(others)
+    rank_pool(world_size).run(_continue, full, case, then, model, str(tmp_path))
 
 
-def _load_too_few(_rank: int, _world_size: int, files: list[bytes]) -> None:
+def _refuse_states(_rank: int, _world_size: int, path: str) -> None:
     model = _model()
     optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
-    states = [file["optimizer"] for file in _read(files)]
-    with pytest.raises(OptimizerStateError, match=r"elements .* of parameter"):
-        optimizer.load_shards(states[:2])
-    with pytest.raises(OptimizerStateError, match=r"of all ranks"):
-        merge_shards(states[:3])
-    wider = nn.Linear(WIDTH, 41)
-    with pytest.raises(OptimizerStateError, match=r"groups"):
-        ShardedOptimizer(wider.parameters(), AdamW, lr=0.1).load_state_dict(
+    with pytest.raises(UsageError, match=r"checkpoint_state\(model\).*full_state_dict\(\)"):
+        optimizer.state_dict()
+    reader = dcp.FileSystemReader(path)
+    with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
+        optimizer.load_checkpoint(model, reader, prefix="other")
+    with pytest.raises(OptimizerStateError, match=r"knows no parameter '0\.first\.weight'"):
+        optimizer.load_checkpoint(nn.Sequential(model), reader)
+    with pytest.raises(OptimizerStateError, match="parameter 0 of the optimizer is not a param"):
+        optimizer.load_checkpoint(_model(), reader)
+    wider = _model()
+    wider.first = nn.Linear(WIDTH, 41)
+    with pytest.raises(OptimizerStateError, match=r"'first.weight' was saved .*\[41, 10\]"):
+        ShardedOptimizer(wider.parameters(), AdamW).load_checkpoint(wider, reader)
+    with pytest.raises(OptimizerStateError, match=r"groups have \[2\] .* saved ones \[5\]"):
+        ShardedOptimizer(wider.first.parameters(), AdamW, lr=0.1).load_state_dict(
             AdamW(model.parameters()).state_dict()
         )
 
 
-def test_missing_shards_are_named(rank_pool: Pools) -> None:
-    files = rank_pool(4).run(_save, "adamw_loop", "elements", "layered")
-    rank_pool(1).run(_load_too_few, files)
+def test_what_does_not_fit_is_refused_by_name(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
+    rank_pool(4).run(_save, "adamw_loop", "elements", "layered", str(tmp_path))
+    rank_pool(1).run(_refuse_states, str(tmp_path))
 
 
 def _refuse(_rank: int, _world_size: int) -> None:

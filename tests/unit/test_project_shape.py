@@ -108,7 +108,6 @@ EXPORTS = {
         "UnusedParameter",
         "distributed_session",
         "is_launched",
-        "merge_shards",
         "run_ranks",
     },
     "paceline.scaling": {

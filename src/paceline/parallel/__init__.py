@@ -18,7 +18,7 @@ from paceline.parallel.reducer.same_model import DisagreementError
 from paceline.parallel.reducer.synchronizer import SynchronizationError
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
-from paceline.parallel.zero.optimizer_state import OptimizerStateError, merge_shards
+from paceline.parallel.zero.optimizer_state import OptimizerStateError
 
 __all__ = [
     "BucketedDataParallel",
@@ -43,6 +43,5 @@ __all__ = [
     "UnusedParameter",
     "distributed_session",
     "is_launched",
-    "merge_shards",
     "run_ranks",
 ]

@@ -33,6 +33,11 @@ class Shard:
     tensor: nn.Parameter
     """What the optimizer updates; the parameter itself where ranks own whole parameters."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the parameter itself."""
+        return self.tensor is self.parameter
+
 
 class FlatParameters:
     """Moves parameters into one flat tensor, and keeps this rank's shards of it.

@@ -18,8 +18,8 @@ owners saves one of the three.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from paceline.parallel.partition import Partition, plan_shards
 from paceline.parallel.reducer.module_checks import resolve_group
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
-from paceline.parallel.zero.optimizer_state import load_shards, save_shards
+from paceline.parallel.zero.optimizer_state import gather_full_state, load_full_state
 from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
 from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 
@@ -157,7 +157,7 @@ class ShardedOptimizer(Optimizer):
         return [
             shard.tensor.grad
             for shard in self.shards()
-            if shard.tensor is not shard.parameter and shard.tensor.grad is not None
+            if not shard.is_whole and shard.tensor.grad is not None
         ]
 
     def state_tensors(self) -> list[Tensor]:
@@ -168,30 +168,29 @@ class ShardedOptimizer(Optimizer):
                 kept += _tensors_in_state(part.inner)
         return kept
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's shards of the state, without talking to the others.
+    def state_dict(self) -> NoReturn:
+        """Refuses: a rank has the state of its own shards only."""
+        raise UsageError(
+            "a rank has the state of its own shards only: save checkpoint_state(model) with "
+            "torch.distributed.checkpoint, or what full_state_dict(), called on all ranks, returns "
+            "on the first"
+        )
 
-        Each rank saves its own; `load_shards` takes them at any number of ranks, and
-        `merge_shards` makes a state dictionary of torch's own optimizer of them.
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns the state dictionary of torch's own optimizer; all ranks call it.
+
+        On the first rank of the group it is complete, on the CPU; on the others it is empty. A
+        master copy of the parameters is no part of it.
         """
-        return save_shards(self.param_groups, self.parts)
+        return gather_full_state(self.param_groups, self.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of torch's own optimizer, or what this rank itself has saved.
+        """Takes the state of torch's own optimizer, of which each rank keeps its shards.
 
         Args:
-            state_dict: Of all parameters, or of this rank's shards.
+            state_dict: Of all parameters, from `full_state_dict` or from torch's own optimizer.
         """
-        self.load_shards([state_dict])
-
-    def load_shards(self, states: Iterable[dict[str, Any]]) -> None:
-        """Takes the state from what all ranks have saved, at whatever number of ranks.
-
-        Args:
-            states: In any order; one is looked at after the other, and only what this rank owns
-                is kept.
-        """
-        load_shards(self.param_groups, self.parts, states)
+        load_full_state(self.param_groups, self.parts, state_dict)
 
     def checkpoint_state(self, model: nn.Module) -> dict[str, Any]:
         """Returns this rank's part of a checkpoint of torch.distributed.checkpoint.

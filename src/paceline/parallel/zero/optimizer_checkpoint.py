@@ -21,16 +21,17 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from paceline.parallel.buckets import num_reals, view_like
-from paceline.parallel.partition import Partition
-from paceline.parallel.zero.flat_parameters import Shard, flat_elements
+from paceline.parallel.buckets import num_reals
+from paceline.parallel.zero.flat_parameters import Shard
 from paceline.parallel.zero.optimizer_state import (
     STEP,
     OptimizerStateError,
+    elements_of,
     install,
     load_options,
     number_parameters,
     pack_groups,
+    shaped,
 )
 from paceline.parallel.zero.shard_optimizer import ShardOptimizer
 
@@ -137,12 +138,8 @@ def load_checkpoint(
     install(
         parts,
         {
-            shard: {
-                key: _shaped(part, shard, wanted[full_name])
-                for key, full_name in found[shard].items()
-            }
-            for part in parts
-            for shard in part.shards
+            shard: {key: _loaded(shard, wanted[full_name]) for key, full_name in full_names.items()}
+            for shard, full_names in found.items()
         },
     )
 
@@ -200,11 +197,10 @@ def _inner_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _piece(shard: Shard, key: str, value: Any) -> Any:
     """Returns state as a piece of a flat tensor, if it has one number per element."""
-    if key == STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
+    elements = elements_of(shard, key, value)
+    if elements is None:
         return value
-    is_whole = shard.tensor is shard.parameter
-    flat = flat_elements(shard.parameter, value) if is_whole else value
-    return FlatPiece.of(flat, shard.start, num_reals(shard.parameter))
+    return FlatPiece.of(elements, shard.start, num_reals(shard.parameter))
 
 
 def _room_for(saved: Any, shard: Shard, key: str) -> Any:
@@ -217,8 +213,5 @@ def _room_for(saved: Any, shard: Shard, key: str) -> Any:
     return FlatPiece.of(room, shard.start, num_reals(shard.parameter))
 
 
-def _shaped(part: ShardOptimizer, shard: Shard, value: Any) -> Any:
-    if not isinstance(value, FlatPiece):
-        return value
-    flat = value.as_subclass(Tensor)
-    return view_like(shard.parameter, flat) if part.flat.partition is Partition.PARAMETERS else flat
+def _loaded(shard: Shard, value: Any) -> Any:
+    return shaped(shard, value.as_subclass(Tensor)) if isinstance(value, FlatPiece) else value

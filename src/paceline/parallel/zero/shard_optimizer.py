@@ -42,7 +42,7 @@ class ShardOptimizer:
         container: ShardedParameters | None = None,
     ) -> None:
         self.flat = flat
-        self._group = group
+        self.group = group
         self._make = make
         self.shards: list[Shard] = []
         """What this rank's optimizer updates."""
@@ -87,7 +87,7 @@ class ShardOptimizer:
             self.inner.step(**keywords)
             if self._cuts_gradients:
                 self.drop_gradients()
-        self.flat.publish(self._group.get())
+        self.flat.publish(self.group.get())
 
     def _pass_on_options(self, inner: Optimizer) -> None:
         """Gives the inner groups what has changed in the outer ones, as schedulers change them.
