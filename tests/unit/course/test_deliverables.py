@@ -10,7 +10,7 @@ import tyro
 
 from paceline.cli import main
 from paceline.course.answers import (
-    attention,
+    block,
     collectives,
     profile,
     scaling,
@@ -64,10 +64,7 @@ MEASURED = [
 
 @pytest.fixture(autouse=True)
 def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (
-        *(attention, collectives, strategies),
-        *(profile, sharding, step),
-    ):
+    for module in (block, collectives, strategies, profile, sharding):
         monkeypatch.setattr(module, "draw_picture", no_drawing)
 
 
@@ -95,10 +92,10 @@ def test_findings_change_with_the_figures(part: Part) -> None:
 
 @pytest.mark.parametrize("part", MEASURED)
 def test_every_block_says_where_it_was_measured(part: Part) -> None:
-    for block in part.answer(Evidence.of(committed_records())):
-        assert block.tables
-        assert all("torch 2" in place and "processors" in place for place in block.environments)
-        assert block.environments
+    for found in part.answer(Evidence.of(committed_records())):
+        assert found.tables
+        assert all("torch 2" in place and "processors" in place for place in found.environments)
+        assert found.environments
 
 
 def _commands() -> list[str]:
@@ -164,15 +161,15 @@ def _steps(**case: Any) -> list[Record]:
 def test_records_of_a_gpu_have_a_block_of_their_own() -> None:
     gpu = _steps(device="cuda", hardware="h100-sxm")
     blocks = step.answer_sizes(Evidence.of([*_steps(), *gpu]))
-    assert [block.heading for block in blocks] == [_steps()[0].case["hardware"], "h100-sxm"]
+    assert [each.heading for each in blocks] == [_steps()[0].case["hardware"], "h100-sxm"]
 
 
 def test_an_optimizer_faster_than_memory_is_called_out() -> None:
     fast = [changed(record, 1e-4) for record in _steps(device="cuda", hardware="h100-sxm")]
-    (block,) = step.answer_sizes(Evidence.of(fast))
-    assert any("not synchronised" in sentence for sentence in sentences((block,)))
-    (block,) = step.answer_sizes(Evidence.of(_steps(hardware="h100-sxm")))
-    assert not any("not synchronised" in sentence for sentence in sentences((block,)))
+    (found,) = step.answer_sizes(Evidence.of(fast))
+    assert "optimizer_exceeds_memory_bandwidth" in [each.name for each in found.findings]
+    (found,) = step.answer_sizes(Evidence.of(_steps(hardware="h100-sxm")))
+    assert "optimizer_bandwidth" in [each.name for each in found.findings]
 
 
 def test_answers_without_measurement_are_the_right_ones() -> None:
@@ -186,7 +183,7 @@ def test_answers_without_measurement_are_the_right_ones() -> None:
         assert figure in text, figure
     for figure in ("25,302", "20,444", "15,699", "3,925", "s/(n w) + n o", "128.00 MiB"):
         assert figure in text, figure
-    for figure in ("29.78 GiB to 22.33 GiB", "5 MiB at context 128", "float32, not sixteen"):
+    for figure in ("29.78 GiB to 22.33 GiB", "5.00 MiB at context 128", "float32, not float16"):
         assert figure in text, figure
 
 

@@ -1,7 +1,9 @@
 """Answers that need no measurement: sums in low formats, autocast, accounting of a large model."""
 
 from paceline.core.presets import model_preset
+from paceline.core.units import to_gibibytes
 from paceline.course.accounting import account
+from paceline.course.findings.template import make_finding
 from paceline.course.number_formats import AUTOCAST_FORMATS, repeated_sum
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
@@ -40,16 +42,25 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
                 ),
             ),
             findings=(
-                f"The sum in {worst.sum_format} is furthest off, {worst.result:.4f}: its numbers "
-                f"are {worst.spacing:.4g} apart there, so every addition above 8 moves it by that "
-                f"instead of {worst.term:.6f}.",
-                f"{represented.result:.4f} is another error: {represented.term_format} has no "
-                "0.01, "
-                f"the nearest is {represented.term:.9f}, and a thousand of those are "
-                f"{1000 * represented.term:.4f} however they are added. Casting the term "
-                "afterwards "
-                "changes nothing.",
-                "So sums belong in float32 even when their terms do not.",
+                make_finding(
+                    "sum_rounds",
+                    "The sum in {sum_dtype} is furthest off, {result:.4f}: its numbers are "
+                    "{spacing:.4g} apart there, so every addition above 8 moves it by that instead "
+                    "of {term:.6f}.",
+                    sum_dtype=worst.sum_format,
+                    result=worst.result,
+                    spacing=worst.spacing,
+                    term=worst.term,
+                ),
+                make_finding(
+                    "term_rounds",
+                    "{result:.4f} is another error: {term_dtype} has no 0.01, the nearest is "
+                    "{term:.9f}, and a thousand of those are as much however they are added.",
+                    "Keep sums in float32, and cast terms before they lose digits.",
+                    result=represented.result,
+                    term_dtype=represented.term_format,
+                    term=represented.term,
+                ),
             ),
         ),
     )
@@ -68,11 +79,17 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
                 ),
             ),
             findings=(
-                "The loss is float32, not sixteen bits: cross-entropy is on autocast's list of "
-                "operations that run in float32.",
-                "Layer norm is kept in float32 because it sums squares: in float16 anything above "
-                "256 overflows when squared. bfloat16 has float32's range, so nothing overflows, "
-                "but eight significant bits are few for the sums of a mean and a variance.",
+                make_finding(
+                    "loss_is_float32",
+                    "The loss is float32, not float16 or bfloat16: cross-entropy is on autocast's "
+                    "list of operations that run in float32.",
+                ),
+                make_finding(
+                    "layer_norm_is_float32",
+                    "Layer norm is kept in float32 because it sums squares: in float16 256 "
+                    "squared overflows; bfloat16 has float32's range, but eight "
+                    "significant bits are few for the sums of a mean and a variance.",
+                ),
             ),
         ),
     )
@@ -87,22 +104,35 @@ def calculate_accounting(_evidence: Evidence) -> tuple[Block, ...]:
             heading="xxl, calculated",
             working=answers,
             findings=(
-                f"(a) The states, {states['state_bytes'] / 2**30:,.0f} GiB, are worth "
-                f"{states['devices_of_80_gib']:.0f} H100 before any activation; those add "
-                f"{states['saved_bytes_per_token']:,.0f} bytes for every token, whatever the "
-                "number of parameters is divided by.",
-                f"(b) Without activations {sharded['devices_of_95_gib']:.0f} devices are enough, "
-                f"with 4096 tokens each {sharded['devices_with_4096_tokens']:.0f}, and with "
-                f"{sharded['most_tokens_per_device']:,.0f} no number is, because half of the "
-                "activations is not divided.",
-                f"(c) On 16 by 4 devices computing hides communication from "
-                f"{fixed['batch_tokens_add']:,.0f} tokens on if the two axes add up, from "
-                f"{fixed['batch_tokens_overlap']:,.0f} if they overlap.",
-                f"(d) Choosing the two axes again lowers that to {free['batch_tokens_add']:,.0f} "
-                "or "
-                f"{free['batch_tokens_overlap']:,.0f} tokens. Pipeline stages and gathers in fewer "
-                "bits lower it further; accumulation and longer contexts do not, they only make "
-                "the batch larger.",
+                make_finding(
+                    "states",
+                    "(a) The states, {state_gib:,.0f} GiB, fill {devices_of_80_gib} H100 before "
+                    "any activation; each token adds {saved_bytes_per_token} bytes.",
+                    state_gib=to_gibibytes(states["state_bytes"]),
+                    **states,
+                ),
+                make_finding(
+                    "sharded_states",
+                    "(b) Without activations {devices_of_95_gib} devices are enough, with 4096 "
+                    "tokens each {devices_with_4096_tokens}; with {most_tokens_per_device:,.0f} no "
+                    "number is, because half of the activations is not sharded.",
+                    **sharded,
+                ),
+                make_finding(
+                    "compute_bound_batch",
+                    "(c) On 16 by 4 devices forward is bound by compute from "
+                    "{batch_tokens_add:,.0f} tokens on if the two axes add up, from "
+                    "{batch_tokens_overlap:,.0f} if they overlap.",
+                    **fixed,
+                ),
+                make_finding(
+                    "compute_bound_batch_of_any_mesh",
+                    "(d) Choosing the two axes again lowers that to {batch_tokens_add:,.0f} or "
+                    "{batch_tokens_overlap:,.0f} tokens.",
+                    "Pipeline stages and gathers in fewer bits lower it further; gradient "
+                    "accumulation and longer contexts do not, they only make the batch larger.",
+                    **free,
+                ),
             ),
         ),
     )

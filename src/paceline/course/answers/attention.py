@@ -1,157 +1,74 @@
 """What records of attention alone answer: its quadratic memory, and what tiles make of it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.accounting import attention_saved_bytes
+from paceline.core.finding import Finding
 from paceline.core.specs import BatchShape
-from paceline.core.units import format_binary_bytes, format_seconds
-from paceline.course.answers.block import measured_block
-from paceline.course.findings.attention import (
-    flash_sentences,
-    growth_power,
-    shortest,
-    why_missing,
-)
-from paceline.course.findings.compiled_attention import (
-    compiled_sentences,
-    compiled_table,
-    pair_compiled,
-)
-from paceline.course.findings.phrases import verdict
+from paceline.core.units import format_binary_bytes
+from paceline.course.answers.block import drawn_blocks
+from paceline.course.findings.attention import compiled_findings, flash_findings, naive_findings
+from paceline.course.findings.template import make_finding
 from paceline.records import Record
-from paceline.reports.document.model import Block, Picture
-from paceline.reports.document.pictures import draw_picture, picture_of
+from paceline.reports.document.model import Block
+from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.fields import case_number, describe_fields, split_fields
 from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
 from paceline.reports.evidence.provenance import describe_environments
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.tables.attention import implementations_table, kernels_table
-from paceline.reports.tables.table import Table, records_table
+from paceline.reports.tables.table import Table
 
 _EXAMPLE = BatchShape(num_sequences=8, context_length=16384)
 _EXAMPLE_HEAD_DIM = 16
-_QUADRATIC = 1.5
-"""A power above this is nearer to the square than to the first."""
+_SIZES = ("head_dim", "context")
+_TIME = {"attention-time": "Time of attention by length"}
+_TIME_AND_MEMORY = {**_TIME, "attention-memory": "Memory of attention by length"}
 
 
 def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
     """Answers how time and memory of attention that stores its scores grow."""
     found = evidence.find("attention", implementation="naive", compile="none", causal=False)
-    blocks = []
-    groups = comparable_groups(found, ("head_dim", "context"), holds=varies("context"))
-    for number, group in enumerate(groups):
-        ordered = sorted(
-            group,
-            key=lambda record: (case_number(record, "head_dim"), case_number(record, "context")),
-        )
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(ordered),),
-                pictures=_two_pictures(ordered, f"attention-naive-{number}"),
-                findings=_naive_sentences(ordered),
-            )
-        )
-    return tuple(blocks)
-
-
-def _two_pictures(records: Sequence[Record], name: str) -> tuple[Picture, ...]:
-    return tuple(
-        draw_picture(plot, records, f"{name}-{what}", f"{what.capitalize()} of attention by length")
-        for plot, what in (("attention-time", "time"), ("attention-memory", "memory"))
-    )
-
-
-def _naive_sentences(records: Sequence[Record]) -> list[str]:
-    widths: dict[float, list[Record]] = {}
-    for record in records:
-        if record.metrics:
-            widths.setdefault(case_number(record, "head_dim"), []).append(record)
-    width, line = max(widths.items(), key=lambda item: (len(item[1]), item[0]))
-    sentences = []
-    if len(line) > 1:
-        sentences += _growth_sentences(line[-2], line[-1])
-    last = line[-1]
-    batch = BatchShape(
-        num_sequences=int(case_number(last, "batch")),
-        context_length=int(case_number(last, "context")),
-    )
-    if last.case["dtype"] == "float32":
-        expected = attention_saved_bytes("naive", batch, int(width), 4, causal=False)
-        measured = last.metrics["saved_for_backward_bytes"].value
-        sentences.append(f"{_saved(last)} {verdict(measured, expected, 0.01)}.")
-    stopped = [record for record in records if not record.metrics]
-    if stopped:
-        first = shortest(stopped)
-        sentences.append(
-            f"The shortest that has no numbers is length {first.case['context']} at head width "
-            f"{first.case['head_dim']}: {why_missing(first)}."
-        )
-    else:
-        sentences.append("Every length that was tried fitted.")
-    sentences.append(
-        "Computing the scores again in backward, tile by tile, removes what grows with the square."
-    )
-    return sentences
-
-
-def _growth_sentences(first: Record, last: Record) -> list[str]:
-    powers = [
-        growth_power(first, last, name) for name in ("saved_for_backward_bytes", "forward_time_s")
-    ]
-    if powers[0] is None or powers[1] is None:
-        return []
-    shape = "its square" if powers[0] > _QUADRATIC else "the length itself"
-    return [
-        f"From length {first.case['context']} to {last.case['context']} (head width "
-        f"{last.case['head_dim']}) what is saved for backward grows with power {powers[0]:.2f} of "
-        f"the length, nearest to {shape}, to {_saved(last)}, and forward with power "
-        f"{powers[1]:.2f}, to {format_seconds(last.metrics['forward_time_s'].value)}."
-    ]
-
-
-def _saved(record: Record) -> str:
-    return format_binary_bytes(record.metrics["saved_for_backward_bytes"].value)
+    found = sorted(found, key=lambda each: [case_number(each, name) for name in _SIZES])
+    groups = comparable_groups(found, _SIZES, holds=varies("context"))
+    return drawn_blocks(groups, naive_findings, name="naive", plots=_TIME_AND_MEMORY)
 
 
 def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
     """Calculates the memory of one of the configurations that run out."""
     scores = 4 * _EXAMPLE.num_sequences * _EXAMPLE.context_length**2
-    saved = attention_saved_bytes("naive", _EXAMPLE, _EXAMPLE_HEAD_DIM, 4, causal=False)
-    tiled = attention_saved_bytes("tiled", _EXAMPLE, _EXAMPLE_HEAD_DIM, 4, causal=False)
+    saved, tiled = (
+        attention_saved_bytes(name, _EXAMPLE, _EXAMPLE_HEAD_DIM, 4, causal=False)
+        for name in ("naive", "tiled")
+    )
+    rows = (
+        ("one matrix of scores", "4 B N²", scores),
+        ("saved for backward", "3 · 4 B N D + 4 B N²", saved),
+        ("scores, probabilities and a gradient, at the peak", "at least 3 · 4 B N²", 3 * scores),
+        ("saved by tiles that are recomputed", "4 · 4 B N D + 4 B N", tiled),
+    )
     return (
         Block(
-            heading="Batch 8, length 16384, head width 16, float32, calculated",
+            heading="Batch 8, length 16384, head dim 16, float32, calculated",
             tables=(
                 Table(
                     headers=("what", "formula", "memory"),
-                    rows=(
-                        ("one matrix of scores", "4 B N²", format_binary_bytes(scores)),
-                        (
-                            "saved for backward",
-                            "3 · 4 B N D + 4 B N²",
-                            format_binary_bytes(saved),
-                        ),
-                        (
-                            "scores, probabilities and a gradient, at the peak",
-                            "at least 3 · 4 B N²",
-                            format_binary_bytes(3 * scores),
-                        ),
-                        (
-                            "saved by tiles that are computed again",
-                            "4 · 4 B N D + 4 B N",
-                            format_binary_bytes(tiled),
-                        ),
-                    ),
-                    caption="B sequences of N tokens, heads of width D",
+                    rows=tuple((*texts, format_binary_bytes(size)) for *texts, size in rows),
+                    caption="B sequences of N tokens, heads of dimension D",
                 ),
             ),
             findings=(
-                f"The probabilities are {scores / saved:.1%} of what is saved, "
-                f"{format_binary_bytes(saved)}; without them {format_binary_bytes(tiled)} are "
-                "left, "
-                f"{saved / tiled:,.0f} times less.",
+                make_finding(
+                    "attention_saved_bytes",
+                    "The probabilities are {probabilities_bytes} of the {saved_bytes} that are "
+                    "saved for backward; recomputed tile by tile, {tiled_saved_bytes} are left, "
+                    "{saved_ratio} times less.",
+                    probabilities_bytes=scores,
+                    saved_bytes=saved,
+                    tiled_saved_bytes=tiled,
+                    saved_ratio=saved / tiled,
+                ),
             ),
         ),
     )
@@ -160,44 +77,16 @@ def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
 def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what compiling attention gains."""
     found = evidence.find("attention", implementation="naive")
-    blocks = []
-    over = ("compile", "head_dim", "context")
-    for number, group in enumerate(comparable_groups(found, over, holds=varies("compile"))):
-        measured = [record for record in group if record.metrics]
-        pairs = pair_compiled(measured)
-        if not pairs:
-            continue
-        longest = pairs[-1]
-        drawn = [
-            record
-            for pair in pairs
-            for record in (pair.plain, pair.compiled)
-            if pair.width == longest.width
-        ]
-        blocks.append(
-            measured_block(
-                measured,
-                tables=(compiled_table(pairs),),
-                pictures=(
-                    draw_picture(
-                        "attention-time",
-                        drawn,
-                        f"attention-compiled-{number}",
-                        "Time of attention by length, plain and compiled",
-                    ),
-                ),
-                findings=compiled_sentences(pairs),
-            )
-        )
-    return tuple(blocks)
+    groups = comparable_groups(found, ("compile", *_SIZES), holds=varies("compile"))
+    return drawn_blocks(groups, compiled_findings, name="compiled", plots=_TIME)
 
 
 def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
     """Shows which tiles FlashAttention-2 computes, and what is saved."""
     batch = BatchShape(num_sequences=1, context_length=16384)
-    sizes = {
-        name: attention_saved_bytes(name, batch, 64, 2, causal=True) for name in ("naive", "tiled")
-    }
+    naive, tiled = (
+        attention_saved_bytes(name, batch, 64, 2, causal=True) for name in ("naive", "tiled")
+    )
     return (
         Block(
             heading="What is computed, and what is kept",
@@ -205,14 +94,21 @@ def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
                 picture_of(plot_tiles(), "attention-tiles", "Tiles of the scores by program"),
             ),
             findings=(
-                "Forward keeps a running maximum and sum per query, and saves the output and one "
-                "logarithm of a sum per query; backward computes each tile of the probabilities "
-                "again from it.",
-                f"At length 16384 and width 64 in bfloat16 {format_binary_bytes(sizes['naive'])} "
-                f"saved for backward become {format_binary_bytes(sizes['tiled'])}.",
-                "paceline.kernels.TiledAttentionFunction is the one in PyTorch, "
-                "TritonAttentionFunction the one in Triton; tests hold output, gradients and "
-                "logsumexp of both against the formula.",
+                make_finding(
+                    "tiles_are_recomputed",
+                    "Forward keeps a running maximum and sum per query, and saves the output and "
+                    "each query's logsumexp, from which backward recomputes the probabilities tile "
+                    "by tile: at length 16384, head dim 64 and bfloat16 {tiled_saved_bytes} "
+                    "instead of {naive_saved_bytes}.",
+                    naive_saved_bytes=naive,
+                    tiled_saved_bytes=tiled,
+                ),
+                make_finding(
+                    "implementations",
+                    "paceline.kernels.TiledAttentionFunction is the one in PyTorch, "
+                    "TritonAttentionFunction the one in Triton; tests hold output, gradients and "
+                    "logsumexp of both against the formula.",
+                ),
             ),
         ),
     )
@@ -231,46 +127,44 @@ def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:
         Block(
             heading="Compiled for GPUs that need not be there",
             tables=(dataclasses.replace(table, caption=", ".join(captions)),),
-            findings=tuple(_kernel_sentences(measured)),
+            findings=tuple(_kernel_findings(measured)),
             environments=describe_environments(found),
         ),
     )
 
 
-def _kernel_sentences(measured: Sequence[Record]) -> list[str]:
-    spilled = [record for record in measured if record.metrics["spill_bytes"].value > 0]
+def _kernel_findings(measured: Sequence[Record]) -> Iterator[Finding]:
     fullest = max(measured, key=lambda record: record.metrics["registers"].value)
-    sentences = [
-        f"{len(spilled)} of {len(measured)} kernels spill registers; the fullest, "
-        f"{fullest.case['kernel']} for {fullest.case['architecture']}, uses "
-        f"{fullest.metrics['registers'].value:.0f}."
-    ]
+    yield make_finding(
+        "register_spills",
+        "{num_spilling} of {num_kernels} kernels spill registers; the fullest, {kernel} for "
+        "{architecture}, uses {num_registers}.",
+        num_spilling=sum(record.metrics["spill_bytes"].value > 0 for record in measured),
+        num_kernels=len(measured),
+        kernel=str(fullest.case["kernel"]),
+        architecture=str(fullest.case["architecture"]),
+        num_registers=fullest.metrics["registers"].value,
+    )
     multiplying = [record for record in measured if record.metrics["matrix_instructions"].value]
     if not multiplying:
-        return [*sentences, "None of them has an instruction of the matrix units."]
+        yield make_finding("no_matrix_units", "No kernel has an instruction of the matrix units.")
+        return
     worst = min(multiplying, key=lambda record: record.metrics["worst_ceiling"].value)
-    return [
-        *sentences,
-        "The lowest ceiling of those that multiply, "
-        f"{worst.metrics['worst_ceiling'].value:.0%} of the peak, is that of "
-        f"{worst.case['kernel']} for {worst.case['architecture']}; smaller tiles or fewer stages "
-        "trade it against occupancy.",
-    ]
+    yield make_finding(
+        "lowest_ceiling",
+        "The lowest ceiling of those that multiply is {peak_share} of the peak, of {kernel} for "
+        "{architecture}; smaller tiles or fewer stages trade it against occupancy.",
+        peak_share=worst.metrics["worst_ceiling"].value,
+        kernel=str(worst.case["kernel"]),
+        architecture=str(worst.case["architecture"]),
+    )
 
 
 def answer_flash(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers how the implementations compare by length, width and format."""
+    """Answers how the implementations compare by length, head dim and dtype."""
     found = evidence.find("attention", compile="none", causal=True)
-    blocks = []
-    over = ("implementation", "head_dim", "context", "dtype")
+    over = ("implementation", "dtype", *_SIZES)
     groups = comparable_groups(found, over, holds=varies("implementation"))
-    for number, group in enumerate(groups):
-        blocks.append(
-            measured_block(
-                group,
-                tables=(implementations_table(group),),
-                pictures=_two_pictures(group, f"attention-flash-{number}"),
-                findings=flash_sentences(group),
-            )
-        )
-    return tuple(blocks)
+    return drawn_blocks(
+        groups, flash_findings, name="flash", plots=_TIME_AND_MEMORY, table=implementations_table
+    )

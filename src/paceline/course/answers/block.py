@@ -1,12 +1,13 @@
 """A block of findings about records that were measured together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.core.finding import Finding
 from paceline.records import Record
 from paceline.reports.document.model import Block, Picture
+from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.provenance import describe_environments, describe_topology
-from paceline.reports.tables.table import Table
+from paceline.reports.tables.table import Table, records_table
 
 
 def measured_block(
@@ -24,3 +25,34 @@ def measured_block(
         findings=tuple(findings),
         environments=describe_environments(group),
     )
+
+
+def drawn_blocks(
+    groups: Iterable[Sequence[Record]],
+    findings: Callable[[Sequence[Record]], Iterable[Finding]],
+    *,
+    name: str,
+    plots: Mapping[str, str],
+    table: Callable[[Sequence[Record]], Table] = records_table,
+) -> tuple[Block, ...]:
+    """Returns for each group that shows something its table, its pictures and its findings.
+
+    Args:
+        groups: Comparable records, in the order in which they are shown.
+        findings: What a group shows.
+        name: The beginning of the pictures' names.
+        plots: The description of each picture by the plot that draws it.
+        table: What tabulates a group.
+    """
+    blocks = []
+    for number, group in enumerate(groups):
+        found = tuple(findings(group))
+        if found:
+            pictures = (
+                draw_picture(plot, group, f"{name}-{number}-{plot}", description)
+                for plot, description in plots.items()
+            )
+            blocks.append(
+                measured_block(group, tables=(table(group),), findings=found, pictures=pictures)
+            )
+    return tuple(blocks)

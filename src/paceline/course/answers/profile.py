@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from paceline.accounting import saved_for_backward_bytes, step_memory
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset
-from paceline.core.units import MIB, format_binary_bytes
+from paceline.core.units import format_binary_bytes
 from paceline.course.answers.block import measured_block
-from paceline.course.findings.memory import memory_sentences
-from paceline.course.findings.operators import comparable_flops, operator_sentences
-from paceline.course.findings.phrases import times
+from paceline.course.findings.memory import memory_findings
+from paceline.course.findings.operators import comparable_flops, operator_findings
+from paceline.course.findings.template import make_finding
 from paceline.records import Record, join_key
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture, picture_of
@@ -29,6 +29,7 @@ from paceline.reports.tables.table import Table, records_table
 from paceline.traces.records import ALL_OPERATORS
 
 _COURSE_MODEL = "2.7B"
+_COURSE_BATCH = 4
 _COURSE_CONTEXTS = (128, 256, 512)
 _LARGEST_SHOWN = 6
 
@@ -39,21 +40,19 @@ def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
     for run in find_profile_runs(evidence):
         if not run.in_range("forward", of_kinds=False):
             continue
-        sentences = operator_sentences(run, evidence.find("step"))
         kinds = [each for each in run.operators if each.case["operator"] == ALL_OPERATORS]
         place = "" if run.memory is None else f"; {describe_topology(run.memory)}"
+        picture = picture_of(
+            plot_work(kinds, run.subject),
+            f"work-{len(blocks)}",
+            "Time of each phase of a step by kind of work",
+        )
         blocks.append(
             Block(
                 heading=f"{run.subject}{place}",
                 tables=_profile_tables(run),
-                pictures=(
-                    picture_of(
-                        plot_work(kinds, run.subject),
-                        f"work-{len(blocks)}",
-                        "Time of each phase of a step, divided by kind of work",
-                    ),
-                ),
-                findings=tuple(sentences),
+                pictures=(picture,),
+                findings=tuple(operator_findings(run, evidence.find("step"))),
                 environments=describe_environments(run.operators),
             )
         )
@@ -101,21 +100,14 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         tables = [memory_table([*ordered, *predictions])]
         if allocations:
             tables.append(records_table(allocations))
-        blocks.append(
-            measured_block(
-                group,
-                tables=tables,
-                pictures=(
-                    draw_picture(
-                        "memory-timeline",
-                        drawn,
-                        f"memory-timeline-{number}",
-                        "Memory over a step, stacked by what it is for",
-                    ),
-                ),
-                findings=memory_sentences(ordered, allocations),
-            )
+        picture = draw_picture(
+            "memory-timeline",
+            drawn,
+            f"memory-timeline-{number}",
+            "Memory over a step, stacked by what it is for",
         )
+        findings = memory_findings(ordered, allocations)
+        blocks.append(measured_block(group, tables=tables, pictures=(picture,), findings=findings))
     return tuple(blocks)
 
 
@@ -144,54 +136,55 @@ def _allocations(evidence: Evidence, records: Sequence[Record]) -> list[Record]:
 def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
     """Calculates the courses' model, which few machines hold."""
     shape = model_preset(_COURSE_MODEL)
-    rows = []
-    peaks = []
+    precision = precision_preset("float32")
+    sizes = []
     for context in _COURSE_CONTEXTS:
-        batch = BatchShape(num_sequences=4, context_length=context)
-        stream = 4 * batch.tokens_per_pass * shape.d_model
-        scores = 4 * batch.num_sequences * shape.num_heads * context**2
-        step = step_memory(shape, batch, precision_preset("float32"), "none", 1, attention="naive")[
-            "before_step"
-        ]
-        saved = saved_for_backward_bytes(shape, batch, attention="naive")
-        peaks.append(step.total)
-        rows.append(
-            (
-                str(context),
-                f"{stream / MIB:g} MiB",
-                format_binary_bytes(scores),
-                format_binary_bytes(saved),
-                format_binary_bytes(step.total - step.activations),
-                format_binary_bytes(step.total),
-            )
+        batch = BatchShape(num_sequences=_COURSE_BATCH, context_length=context)
+        step = step_memory(shape, batch, precision, "none", 1, attention="naive")["before_step"]
+        sizes.append(
+            {
+                "residual stream": 4 * batch.tokens_per_pass * shape.d_model,
+                "scores of a layer": 4 * _COURSE_BATCH * shape.num_heads * context**2,
+                "saved for backward": saved_for_backward_bytes(shape, batch, attention="naive"),
+                "states and gradients": step.total - step.activations,
+                "peak of a training step": step.total,
+            }
         )
-    widest = 4 * shape.d_model * shape.d_ff
-    last_scores = 4 * 4 * shape.num_heads * _COURSE_CONTEXTS[-1] ** 2
-    larger = "the scores" if last_scores > widest else "a weight matrix"
-    return (
-        Block(
-            heading=f"{_COURSE_MODEL}, batch 4, float32, calculated",
-            tables=(
-                Table(
-                    headers=(
-                        *("context", "residual stream", "scores of a layer"),
-                        *("saved for backward", "states and gradients", "peak of a training step"),
-                    ),
-                    rows=tuple(rows),
-                    caption="one rank, attention that stores its scores, second step and later",
-                ),
-            ),
-            findings=(
-                f"A tensor of the residual stream is 4 · batch · context · d_model bytes: "
-                f"{rows[0][1]} at context {rows[0][0]}, {rows[-1][1]} at {rows[-1][0]}.",
-                f"The peak grows from {rows[0][-1]} to {rows[-1][-1]}, "
-                f"{times(peaks[-1] / peaks[0])} as much: while activations are fewer than "
-                "gradients, the latter take their place in backward. A profile that shows the same "
-                "at every context saw only the first step, in which moments come after activations "
-                "have gone.",
-                f"The largest allocation at context {_COURSE_CONTEXTS[-1]} is {larger}: "
-                f"{format_binary_bytes(max(last_scores, widest))}, and each SwiGLU matrix is "
-                f"{format_binary_bytes(widest)}.",
-            ),
+    first, last = sizes[0], sizes[-1]
+    findings = (
+        make_finding(
+            "residual_stream",
+            "A tensor of the residual stream is 4 · batch · context · d_model bytes, {first_bytes} "
+            "at context {first_context}.",
+            first_context=_COURSE_CONTEXTS[0],
+            first_bytes=first["residual stream"],
+        ),
+        make_finding(
+            "peak_by_context",
+            "The peak grows from {first_bytes} at context {first_context} to {last_bytes} at "
+            "{last_context}; a profile that shows the same at every context saw the first step "
+            "only, in which moments come after activations have gone.",
+            first_context=_COURSE_CONTEXTS[0],
+            first_bytes=first["peak of a training step"],
+            last_context=_COURSE_CONTEXTS[-1],
+            last_bytes=last["peak of a training step"],
+        ),
+        make_finding(
+            "largest_allocation",
+            "At context {context} one layer's scores are {scores_bytes}, a SwiGLU matrix is "
+            "{matrix_bytes}.",
+            context=_COURSE_CONTEXTS[-1],
+            scores_bytes=last["scores of a layer"],
+            matrix_bytes=4 * shape.d_model * shape.d_ff,
         ),
     )
+    table = Table(
+        headers=("context", *first),
+        rows=tuple(
+            (str(context), *(format_binary_bytes(size) for size in row.values()))
+            for context, row in zip(_COURSE_CONTEXTS, sizes, strict=True)
+        ),
+        caption="one rank, attention that stores its scores, second step and later",
+    )
+    heading = f"{_COURSE_MODEL}, batch {_COURSE_BATCH}, float32, calculated"
+    return (Block(heading=heading, tables=(table,), findings=findings),)

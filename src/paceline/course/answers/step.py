@@ -1,135 +1,62 @@
-"""What records of training steps answer: time by model, warm-up, number format, compilation."""
+"""What records of training steps answer: time by model, warm-up, precision, compilation."""
 
-from paceline.course.answers.block import measured_block
-from paceline.course.findings.step import is_timed, size_sentences, warmup_sentences
-from paceline.course.findings.step_comparisons import (
-    compile_sentence,
-    pairs_with_base,
-    precision_sentences,
-)
+from collections.abc import Sequence
+
+from paceline.course.answers.block import drawn_blocks
+from paceline.course.findings.step import PHASES, size_findings, warmup_findings
+from paceline.course.findings.step_comparisons import compile_findings, precision_findings
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
 from paceline.reports.evidence.models import num_parameters
-from paceline.reports.tables.table import records_table
 
 
 def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
     """Answers how long each phase takes by model."""
     found = _steps(evidence, precision="float32", compile="none")
-    blocks = []
-    for number, group in enumerate(comparable_groups(found, MODEL_FIELDS)):
-        ordered = sorted(group, key=num_parameters)
-        timed = [record for record in ordered if record.metrics]
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(ordered),),
-                pictures=(
-                    draw_picture(
-                        "step-time",
-                        ordered,
-                        f"step-time-{number}",
-                        "Time of forward, backward and optimizer by model",
-                    ),
-                ),
-                findings=size_sentences(timed),
-            )
-        )
-    return tuple(blocks)
+    groups = [sorted(each, key=num_parameters) for each in comparable_groups(found, MODEL_FIELDS)]
+    plots = {"step-time": "Time of forward, backward and optimizer by model"}
+    return drawn_blocks(groups, size_findings, name="sizes", plots=plots)
 
 
 def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what leaving out the warm-up does."""
-    blocks = []
     found = [
         record
         for record in _steps(evidence, compile="none")
         if isinstance(record.case.get("warmup"), int)
     ]
-    for number, group in enumerate(comparable_groups(found, ("warmup",), holds=varies("warmup"))):
-        ordered = sorted(group, key=lambda record: case_number(record, "warmup"))
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(ordered),),
-                pictures=(
-                    draw_picture(
-                        "warmup",
-                        ordered,
-                        f"warmup-{number}",
-                        "Every sample of the step time by number of warm-up steps",
-                    ),
-                ),
-                findings=warmup_sentences([record for record in ordered if record.metrics]),
-            )
-        )
-    return tuple(blocks)
+    groups = [
+        sorted(group, key=lambda record: case_number(record, "warmup"))
+        for group in comparable_groups(found, ("warmup",), holds=varies("warmup"))
+    ]
+    plots = {"warmup": "Every sample of the step time by number of warm-up steps"}
+    return drawn_blocks(groups, warmup_findings, name="steps", plots=plots)
 
 
 def answer_precision(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what sixteen bits gain by model."""
-    blocks = []
-    found = _steps(evidence, compile="none")
-    groups = comparable_groups(found, ("precision", *MODEL_FIELDS), holds=varies("precision"))
-    for number, group in enumerate(groups):
-        ordered = sorted(
-            group, key=lambda record: (num_parameters(record), str(record.case["precision"]))
-        )
-        sentences = precision_sentences([record for record in ordered if record.metrics])
-        if sentences:
-            blocks.append(
-                measured_block(
-                    group,
-                    tables=(records_table(ordered),),
-                    pictures=(
-                        draw_picture(
-                            "precision",
-                            ordered,
-                            f"precision-{number}",
-                            "Time of forward, backward and optimizer by number format",
-                        ),
-                    ),
-                    findings=sentences,
-                )
-            )
-    return tuple(blocks)
+    """Answers what bf16 and fp16 gain by model."""
+    groups = _groups_over("precision", _steps(evidence, compile="none"))
+    plots = {"precision": "Time of forward, backward and optimizer by precision"}
+    return drawn_blocks(groups, precision_findings, name="steps", plots=plots)
 
 
 def answer_compiled_step(evidence: Evidence) -> tuple[Block, ...]:
     """Answers what compiling the whole model gains."""
-    blocks = []
-    found = _steps(evidence)
-    groups = comparable_groups(found, ("compile", *MODEL_FIELDS), holds=varies("compile"))
-    for number, group in enumerate(groups):
-        ordered = sorted(
-            (record for record in group if record.metrics),
-            key=lambda record: (num_parameters(record), str(record.case["compile"])),
-        )
-        pairs = pairs_with_base(ordered, "compile", "none")
-        if not pairs:
-            continue
-        in_pairs = {id(record) for pair in pairs for record in pair}
-        compared = [record for record in ordered if id(record) in in_pairs]
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(compared),),
-                pictures=(
-                    draw_picture(
-                        "step-time",
-                        compared,
-                        f"compiled-step-{number}",
-                        "Time of forward, backward and optimizer, compiled and not",
-                    ),
-                ),
-                findings=(compile_sentence(record, base) for record, base in pairs),
-            )
-        )
-    return tuple(blocks)
+    groups = _groups_over("compile", _steps(evidence))
+    plots = {"step-time": "Time of forward, backward and optimizer, compiled and not"}
+    return drawn_blocks(groups, compile_findings, name="compiled", plots=plots)
+
+
+def _groups_over(field: str, records: Sequence[Record]) -> list[list[Record]]:
+    """Returns groups that differ in model and one field, by model."""
+    groups = comparable_groups(records, (field, *MODEL_FIELDS), holds=varies(field))
+    return [
+        sorted(group, key=lambda record: (num_parameters(record), str(record.case[field])))
+        for group in groups
+    ]
 
 
 def _steps(evidence: Evidence, **fields: CaseValue) -> list[Record]:
@@ -137,5 +64,10 @@ def _steps(evidence: Evidence, **fields: CaseValue) -> list[Record]:
     return [
         record
         for record in evidence.find("step", phase="train", **fields)
-        if num_parameters(record) and (is_timed(record) or not record.metrics)
+        if num_parameters(record) and (_is_timed(record) or not record.metrics)
     ]
+
+
+def _is_timed(record: Record) -> bool:
+    times = [record.metrics.get(f"{phase}_time_s") for phase in PHASES]
+    return all(time is not None and time.value > 0 for time in times)

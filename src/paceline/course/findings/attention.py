@@ -1,211 +1,221 @@
-"""What the figures say of implementations of attention side by side: time, memory, format."""
+"""What the figures say of attention: its growth, compilation, implementations side by side."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+import math
+from collections.abc import Iterator, Sequence
 
-from paceline.core.device_table import find_device
-from paceline.core.errors import HardwareError
-from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
-from paceline.course.findings.phrases import exponent, listing, times
-from paceline.records import Metric, Record
-from paceline.reports.evidence.comparison import Ratio, compare
+from paceline.accounting import attention_saved_bytes
+from paceline.core.finding import Finding
+from paceline.core.specs import BatchShape
+from paceline.core.units import format_binary_bytes
+from paceline.course.findings.devices import peak_flops
+from paceline.course.findings.pairs import both_passes, compare_passes, pairs_with_base
+from paceline.course.findings.template import against, format_ratio, make_finding
+from paceline.records import Record
 from paceline.reports.evidence.fields import case_number
 
-Place: TypeAlias = tuple[float, str, float]
-"""Length, format and head width."""
-Places: TypeAlias = Mapping[Place, Mapping[str, Record]]
-"""What was measured, by place and implementation."""
-
-_SAME = 0.05
-"""Peaks that differ by less than this share are called alike."""
+_QUADRATIC = 1.5
+"""A power above this is nearer to the square than to the length itself."""
 
 
-def both_passes(record: Record) -> Metric:
-    """Returns the time of both passes; older records have that of each only."""
-    both = record.metrics.get("both_time_s")
-    if both is not None:
-        return both
-    passes = [record.metrics[f"{name}_time_s"] for name in ("forward", "backward")]
-    samples = [sum(pair) for pair in zip(*(each.samples for each in passes), strict=False)]
-    return Metric.from_samples(samples or [sum(each.value for each in passes)])
+def naive_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields how time and memory of attention that stores its scores grow.
 
-
-def compare_passes(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares the time of both passes of cases that ran one after the other."""
-    return compare(both_passes(subject), both_passes(baseline))
-
-
-def growth_power(first: Record, last: Record, metric: str) -> float | None:
-    """Returns the power of the length with which a metric grows; None for what has no logarithm."""
-    values = [record.metrics[metric].value for record in (first, last)]
-    if min(values) <= 0:
-        return None
-    lengths = [case_number(record, "context") for record in (first, last)]
-    return exponent((lengths[0], values[0]), (lengths[1], values[1]))
-
-
-def flash_sentences(records: Sequence[Record]) -> list[str]:
-    """Says how implementations compare where most of them were measured."""
-    places = _by_place([record for record in records if record.metrics])
-    shared = {place: each for place, each in places.items() if len(each) > 1}
-    sentences = []
-    if shared:
-        # The longest at which most of them, and so the one that stores its scores, still ran.
-        place = max(shared, key=lambda place: (len(shared[place]), place))
-        fastest = min(shared[place].values(), key=lambda record: both_passes(record).value)
-        sentences += [
-            _fastest_sentence(place, fastest, list(shared[place].values())),
-            *_peak_memory_sentences(shared, place),
-            *_format_sentences(places, str(fastest.case["implementation"])),
-            *_rate_sentences(fastest),
-        ]
-    else:
-        sentences.append(
-            "No two implementations were measured at the same length, width and format, so they "
-            "cannot be compared."
-        )
-    return [*sentences, *_unmeasured_sentences(records)]
-
-
-def _by_place(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
-    places: dict[Place, dict[str, Record]] = {}
+    Args:
+        records: By head dim and length, those that did not run among them.
+    """
+    by_head_dim: dict[float, list[Record]] = {}
     for record in records:
-        place = (
-            case_number(record, "context"),
-            str(record.case["dtype"]),
-            case_number(record, "head_dim"),
-        )
-        places.setdefault(place, {})[_name(record)] = record
-    return places
+        if record.metrics:
+            by_head_dim.setdefault(case_number(record, "head_dim"), []).append(record)
+    longest = max(by_head_dim.items(), key=lambda item: (len(item[1]), item[0]))[1]
+    if len(longest) > 1:
+        yield from _growth(longest[-2], longest[-1])
+    if longest[-1].case["dtype"] == "float32":
+        yield _saved_bytes(longest[-1])
+    yield from _missing(records)
 
 
-def _fastest_sentence(place: Place, fastest: Record, rivals: Sequence[Record]) -> str:
-    length, dtype, width = place
-    slowest = max(rivals, key=lambda record: both_passes(record).value)
-    compared = {
-        _name(record): ratio
-        for record in rivals
-        if record is not fastest and (ratio := compare_passes(record, fastest)) is not None
-    }
-    text = (
-        f"At length {length:g}, width {width:g}, {dtype}, {_name(fastest)} has the shortest time "
-        f"of both passes, {format_seconds(both_passes(fastest).value)}"
+def _growth(first: Record, last: Record) -> Iterator[Finding]:
+    names = ("saved_for_backward_bytes", "forward_time_s")
+    ratios = [last.metrics[name].value / (first.metrics[name].value or math.inf) for name in names]
+    if not all(ratios):
+        return
+    longer = case_number(last, "context") / case_number(first, "context")
+    saved_power, forward_power = (math.log(ratio, longer) for ratio in ratios)
+    is_quadratic = saved_power > _QUADRATIC
+    yield make_finding(
+        "attention_memory_quadratic" if is_quadratic else "attention_memory_linear",
+        "From length {first_length} to {case}, memory saved for backward grows with power "
+        "{saved_power} of the length, to {saved_bytes}, and forward with power {forward_power}, to "
+        "{forward_time_s}.",
+        "Recompute the scores in backward, tile by tile." if is_quadratic else "",
+        first_length=case_number(first, "context"),
+        case=_describe(last),
+        saved_power=saved_power,
+        saved_bytes=_saved(last),
+        forward_power=forward_power,
+        forward_time_s=last.metrics["forward_time_s"].value,
     )
-    if _name(slowest) in compared:
-        text += f"; {_name(slowest)} takes {times(compared[_name(slowest)].value)} as long"
-    alike = [name for name, ratio in compared.items() if ratio.standing == "alike"]
-    if alike:
-        text += f"; {listing(alike)} cannot be told apart from it"
-    few = [ratio for ratio in compared.values() if ratio.standing == "unknown"]
-    if few:
-        fewest = min(few, key=lambda ratio: ratio.num_samples)
-        text += f"; part of this is {fewest.judged_by('sample')}"
-    return f"{text}."
 
 
-def _peak_memory_sentences(shared: Places, place: Place) -> list[str]:
-    peaks = _peaks(shared[place])
-    most = max(peaks, key=lambda name: peaks[name])
-    least = min(peaks, key=lambda name: peaks[name])
-    if peaks[least] <= 0:
-        return []
-    ratio = peaks[most] / peaks[least]
-    sizes = [format_binary_bytes(peaks[name]) for name in (most, least)]
-    if ratio < 1 + _SAME:
-        return [f"All peak alike, between {sizes[1]} and {sizes[0]}."]
-    text = f"{most} peaks at {sizes[0]}, {times(ratio)} the {sizes[1]} of {least}"
-    shorter = [
-        other
-        for other, found in shared.items()
-        if other[0] < place[0] and other[1:] == place[1:] and {most, least} <= found.keys()
-    ]
-    if not shorter:
-        return [f"{text}."]
-    first = min(shorter)
-    before = _peaks(shared[first])
-    if before[least] <= 0:
-        return [f"{text}."]
-    gap = before[most] / before[least]
-    if ratio > gap * (1 + _SAME):
-        trend = "grows"
-    else:
-        trend = "stays" if ratio > gap * (1 - _SAME) else "shrinks"
-    return [f"{text}; at length {first[0]:g} it is {times(gap)}: the gap {trend} with the length."]
+def _saved_bytes(record: Record) -> Finding:
+    batch, length, head_dim = (
+        int(case_number(record, name)) for name in ("batch", "context", "head_dim")
+    )
+    shape = BatchShape(num_sequences=batch, context_length=length)
+    expected = attention_saved_bytes("naive", shape, head_dim, 4, causal=False)
+    return make_finding(
+        "attention_saved_bytes",
+        "At {case} {saved_bytes} are saved for backward, by the formula {expected_saved_bytes}: "
+        "{verdict}.",
+        case=_describe(record),
+        saved_bytes=_saved(record),
+        expected_saved_bytes=expected,
+        verdict=against(_saved(record), expected),
+    )
 
 
-def _peaks(found: Mapping[str, Record]) -> dict[str, float]:
-    return {name: record.metrics["peak_bytes"].value for name, record in found.items()}
+def _missing(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields for each implementation where it stops."""
+    if all(record.metrics for record in records):
+        yield make_finding("all_cases_ran", "All {num_cases} cases ran.", num_cases=len(records))
+    for name in dict.fromkeys(_name(record) for record in records):
+        tried = [record for record in records if _name(record) == name]
+        missing = [record for record in tried if not record.metrics]
+        if missing:
+            shortest = min(missing, key=_size)
+            yield make_finding(
+                "cases_missing",
+                "{implementation} did not run in {num_missing} of {num_cases} cases, the shortest "
+                "at {case}: {outcome}, {reason}.",
+                implementation=name,
+                num_missing=len(missing),
+                num_cases=len(tried),
+                case=_describe(shortest),
+                outcome=shortest.outcome.replace("_", " "),
+                reason=str(shortest.reason),
+            )
 
 
-def _format_sentences(places: Places, name: str) -> list[str]:
-    pairs = [
-        (length, width, places[length, "float32", width][name], found[name])
-        for (length, dtype, width), found in sorted(places.items(), key=lambda item: item[0])
-        if dtype == "bfloat16"
-        and name in found
-        and name in places.get((length, "float32", width), {})
-    ]
+def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what compiling gains at the longest length, and over all.
+
+    Args:
+        records: Attention that differs in compilation, head dim and length alone.
+    """
+    pairs = pairs_with_base(sorted(records, key=_size), "compile", "none", _size)
     if not pairs:
-        return []
-    length, width, full, half = pairs[-1]
-    gain = compare_passes(full, half)
-    if gain is None:
-        return []
-    meaning = {
-        "more": ": sixteen bits are faster here",
-        "less": ": sixteen bits are slower here",
-        "alike": ": the two cannot be told apart, so either the format does not reach the kernel "
-        "or nothing is faster in it here",
-        "unknown": f", {gain.judged_by('sample')}",
-    }[gain.standing]
-    return [
-        f"{name} in bfloat16 is {times(gain.value)} as fast as in float32 at length {length:g}, "
-        f"width {width:g}{meaning}."
-    ]
+        return
+    compiled, plain = pairs[-1]
+    ratios = [ratio.value for pair in pairs if (ratio := compare_passes(*pair))]
+    yield make_finding(
+        "compiled_to_plain_attention",
+        "At {case} both passes take {ratio} as long compiled as plain, and {saved_bytes} are saved "
+        "for backward instead of {plain_saved_bytes}; over all cases the times are {least_ratio} "
+        "to {most_ratio}.",
+        case=_describe(plain),
+        ratio=compare_passes(compiled, plain),
+        saved_bytes=_saved(compiled),
+        plain_saved_bytes=_saved(plain),
+        least_ratio=min(ratios, default=None),
+        most_ratio=max(ratios, default=None),
+    )
 
 
-def _rate_sentences(record: Record) -> list[str]:
+def flash_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields how implementations compare where most of them were measured."""
+    measured = [record for record in records if record.metrics]
+    cases: dict[str, dict[str, Record]] = {}
+    for record in sorted(measured, key=lambda record: (_size(record), str(record.case["dtype"]))):
+        cases.setdefault(_describe(record), {})[_name(record)] = record
+    # The longest at which most of them, and so the one that stores its scores, still ran.
+    found = max(reversed(cases.values()), key=len)
+    if len(found) > 1:
+        by_time = sorted(found.values(), key=lambda record: both_passes(record).value)
+        yield _fastest(by_time)
+        yield from _rate(by_time[0])
+        yield from _precision([each for each in measured if _name(each) == _name(by_time[0])])
+    else:
+        yield make_finding(
+            "nothing_to_compare",
+            "No two implementations were measured at the same length, head dim and dtype.",
+            "Measure them with one command.",
+        )
+    yield from _missing(records)
+
+
+def _fastest(by_time: Sequence[Record]) -> Finding:
+    fastest = by_time[0]
+    figures, others = {}, []
+    for record in by_time:
+        peak = record.metrics["peak_bytes"].value
+        figures[f"{_name(record)}_time_s"] = both_passes(record).value
+        figures[f"{_name(record)}_peak_bytes"] = peak
+        ratio = compare_passes(record, fastest)
+        if record is not fastest and ratio is not None:
+            others.append(
+                f"{_name(record)} takes {format_ratio(ratio)} as long, with a peak of "
+                f"{format_binary_bytes(peak)}"
+            )
+    return make_finding(
+        "fastest_attention",
+        "At {case} {implementation} is the fastest, {time_s} for both passes with a peak of "
+        "{peak_bytes}; {others}.",
+        case=_describe(fastest),
+        implementation=_name(fastest),
+        time_s=both_passes(fastest).value,
+        peak_bytes=fastest.metrics["peak_bytes"].value,
+        others="; ".join(others),
+        **figures,
+    )
+
+
+def _rate(record: Record) -> Iterator[Finding]:
     rate = record.metrics.get("flops_per_s")
     if rate is None:
-        return []
-    text = f"{_name(record)} reaches {format_decimal(rate.value, 'FLOP/s')} there"
-    dtype = str(record.case["dtype"])
-    if dtype == "float32" and record.case["float32_matmul_precision"] != "highest":
-        dtype = "tfloat32"
-    try:
-        peak = find_device(str(record.case["hardware"])).peak(dtype)  # type: ignore[arg-type]
-    except HardwareError:
-        return [f"{text}; no document states this device's peak in {dtype}, so no share of it."]
-    share = rate.value / peak.value
-    if share > 1:
-        return [f"{text}, more than the device's peak in {dtype}: it cannot be that format's work."]
-    return [f"{text}, {share:.0%} of the device's peak in {dtype}."]
+        return
+    peak = peak_flops(record, str(record.case["dtype"]))
+    is_possible = peak is None or rate.value <= peak
+    yield make_finding(
+        "attention_rate" if is_possible else "attention_rate_exceeds_peak",
+        "{implementation} reaches {flops_per_s} there; the device's peak is {peak_flops_per_s}.",
+        "" if is_possible else "Check that the timer synchronises, and the dtype.",
+        implementation=_name(record),
+        flops_per_s=rate.value,
+        peak_flops_per_s=peak,
+    )
 
 
-def _unmeasured_sentences(records: Sequence[Record]) -> list[str]:
-    cases: dict[str, list[Record]] = {}
-    for record in records:
-        cases.setdefault(_name(record), []).append(record)
-    sentences = []
-    for name, tried in cases.items():
-        without = [record for record in tried if not record.metrics]
-        if without:
-            first = shortest(without)
-            sentences.append(
-                f"{name} has no numbers in {len(without)} of {len(tried)} cases, the shortest at "
-                f"length {first.case['context']}: {why_missing(first)}."
-            )
-    return sentences
+def _precision(records: Sequence[Record]) -> Iterator[Finding]:
+    """Compares dtypes of one implementation at the longest length that ran in both."""
+    dtypes = [record for record in records if record.case["dtype"] in ("float32", "bfloat16")]
+    pairs = pairs_with_base(dtypes, "dtype", "float32", _size)
+    if not pairs:
+        return
+    half, full = max(pairs, key=lambda pair: _size(pair[0]))
+    ratio = compare_passes(half, full)
+    is_alike = ratio is not None and ratio.standing == "alike"
+    yield make_finding(
+        "bfloat16_to_float32",
+        "At {case} {implementation} takes {ratio} as long as in float32.",
+        "Check that the dtype reaches the kernel." if is_alike else "",
+        case=_describe(half),
+        implementation=_name(half),
+        ratio=ratio,
+    )
 
 
-def shortest(records: Sequence[Record]) -> Record:
-    """Returns the record of the shortest length."""
-    return min(records, key=lambda record: case_number(record, "context"))
+def _size(record: Record) -> tuple[float, float]:
+    return case_number(record, "context"), case_number(record, "head_dim")
 
 
-def why_missing(record: Record) -> str:
-    """Says why a case has no numbers."""
-    return f"{record.outcome.replace('_', ' ')}, {record.reason}"
+def _describe(record: Record) -> str:
+    case = record.case
+    return f"length {case['context']}, head dim {case['head_dim']}, {case['dtype']}"
+
+
+def _saved(record: Record) -> float:
+    return record.metrics["saved_for_backward_bytes"].value
 
 
 def _name(record: Record) -> str:

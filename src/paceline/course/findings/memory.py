@@ -1,130 +1,92 @@
 """What memory over a step says: what the peak holds, and what changes it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from paceline.core.units import format_binary_bytes
-from paceline.course.findings.phrases import listing, times
+from paceline.core.finding import Finding
+from paceline.course.findings.template import against, make_finding
 from paceline.records import Record
 
-_FULL = "float32"
-_PARTS = {
-    "parameters": "parameters",
-    "optimizer_state": "optimizer state",
-    "gradients": "gradients",
-    "activations": "activations",
-    "temporary": "temporary tensors",
-    "other": "other tensors",
-}
+_PARTS = ("parameters", "optimizer_state", "gradients", "activations", "temporary", "other")
 
 
-def memory_sentences(records: Sequence[Record], allocations: Sequence[Record]) -> list[str]:
-    """Says what the peaks are made of.
+def memory_findings(records: Sequence[Record], allocations: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what the peaks are made of.
 
     Args:
-        records: Memory over steps that differ in phase, context and format alone, by context.
+        records: Memory over steps that differ in phase, context and precision alone, by context.
         allocations: The largest of one of these steps, the largest first.
     """
-    sentences = []
-    for phase in dict.fromkeys(str(record.case["phase"]) for record in records):
-        full = [
-            record
-            for record in records
-            if record.case["phase"] == phase and record.case["precision"] == _FULL
-        ]
-        if full:
-            sentences.extend(_largest_part_sentences(full[-1]))
-        if len(full) > 1:
-            sentences.append(_context_sentence(full[0], full[-1]))
-    sentences.extend(_precision_sentences(records))
-    if allocations:
-        sentences.append(_allocation_sentence(allocations))
-    return sentences
-
-
-def _allocation_sentence(allocations: Sequence[Record]) -> str:
-    largest = allocations[0]
-    size = largest.metrics["size_bytes"].value
-    alike = [each for each in allocations if each.metrics["size_bytes"].value == size]
-    number = sum(each.metrics["num_allocations"].value for each in alike)
-    if number > 1:
-        beginning = f"allocations ({largest.case['subject']}) are"
-        size_text = f"{format_binary_bytes(size)} each, among them"
-    else:
-        beginning = f"allocation ({largest.case['subject']}) is"
-        size_text = f"{format_binary_bytes(size)},"
-    return (
-        f"The largest single {beginning} {size_text} {largest.case['category']} of "
-        f"{largest.case['operator']} at {largest.case['place']}."
-    )
-
-
-def _largest_part_sentences(record: Record) -> list[str]:
-    peak = _peak(record)
-    parts = _parts(record)
-    if not peak or not parts:
-        return []
-    most = max(parts, key=lambda name: parts[name])
-    return [
-        f"Phase {record.case['phase']} at context {record.case['context']} peaks at "
-        f"{format_binary_bytes(peak)}; {most} are the largest part, {parts[most] / peak:.0%}."
-    ]
-
-
-def _context_sentence(first: Record, last: Record) -> str:
-    growth = _peak(last) - _peak(first)
-    size = format_binary_bytes(abs(growth))
-    moved = f"grows by {size}" if growth > 0 else f"falls by {size}" if growth else "stays the same"
-    return (
-        f"From context {first.case['context']} to {last.case['context']} that peak {moved}: "
-        f"{_difference(first, last)}."
-    )
-
-
-def _precision_sentences(records: Sequence[Record]) -> list[str]:
-    full = {
-        (record.case["phase"], record.case["context"]): record
-        for record in records
-        if record.case["precision"] == _FULL
-    }
-    sentences = []
+    full = [record for record in records if record.case["precision"] == "float32" and _peak(record)]
+    for phase in dict.fromkeys(str(record.case["phase"]) for record in full):
+        by_context = [record for record in full if record.case["phase"] == phase]
+        yield _largest_part(by_context[-1])
+        if len(by_context) > 1:
+            yield _change(f"{phase}_peak_by_context", by_context[0], by_context[-1])
+    bases = {(record.case["phase"], record.case["context"]): record for record in full}
     for record in records:
-        base = full.get((record.case["phase"], record.case["context"]))
-        if base is None or record.case["precision"] == _FULL or not _peak(base):
-            continue
-        sentences.append(
-            f"In {record.case['precision']} the peak of phase {record.case['phase']} at context "
-            f"{record.case['context']} is {format_binary_bytes(_peak(record))}, "
-            f"{_peak(record) / _peak(base) - 1:+.0%} against {_FULL}: {_difference(base, record)}."
-        )
-    return sentences
+        base = bases.get((record.case["phase"], record.case["context"]), record)
+        if base is not record:
+            name = f"{record.case['phase']}_peak_in_{record.case['precision']}"
+            yield _change(name, base, record)
+    if allocations:
+        yield _largest_allocation(allocations)
 
 
-def _difference(first: Record, last: Record) -> str:
-    """Names the part of the peak that changes most, and those that do not change."""
+def _largest_part(record: Record) -> Finding:
+    parts = _parts(record)
+    most = max(parts, key=lambda name: parts[name])
+    return make_finding(
+        f"{record.case['phase']}_peak",
+        "The peak of {step} is {peak_bytes}; largest part: {part}, {part_bytes} ({share}).",
+        step=_describe(record),
+        peak_bytes=_peak(record),
+        part=most.replace("_", " "),
+        part_bytes=parts[most],
+        share=parts[most] / _peak(record),
+    )
+
+
+def _change(name: str, first: Record, last: Record) -> Finding:
+    """Compares two peaks, and names the part that changes most."""
     before, after = _parts(first), _parts(last)
-    both = [name for name in before if name in after]
-    same = [name for name in both if before[name] == after[name] > 0]
-    changed = [name for name in both if before[name] != after[name]]
-    phrases = []
-    if changed:
-        most = max(changed, key=lambda name: abs(after[name] - before[name]))
-        ratio = f", {times(after[most] / before[most])} as much" if before[most] else ""
-        phrases.append(
-            f"{most} change most, from {format_binary_bytes(before[most])} to "
-            f"{format_binary_bytes(after[most])}{ratio}"
-        )
-    if same:
-        phrases.append(f"{listing(same)} stay as they are")
-    return "; ".join(phrases) or "what it holds is not known"
+    most = max(before, key=lambda part: abs(after[part] - before[part]))
+    return make_finding(
+        name,
+        "The peak of {last} is {last_peak_bytes}, of {first} {first_peak_bytes}: {verdict}; "
+        "largest change: {part}, from {first_part_bytes} to {last_part_bytes}.",
+        first=_describe(first),
+        last=_describe(last),
+        first_peak_bytes=_peak(first),
+        last_peak_bytes=_peak(last),
+        verdict=against(_peak(last), _peak(first)),
+        part=most.replace("_", " "),
+        first_part_bytes=before[most],
+        last_part_bytes=after[most],
+    )
+
+
+def _largest_allocation(allocations: Sequence[Record]) -> Finding:
+    case = {name: str(value) for name, value in allocations[0].case.items()}
+    size = allocations[0].metrics["size_bytes"].value
+    alike = [each for each in allocations if each.metrics["size_bytes"].value == size]
+    return make_finding(
+        "largest_allocation",
+        "The largest allocation of {subject} is {size_bytes} ({num_allocations} of that size): "
+        "{category} of {operator} at {place}.",
+        **case,
+        size_bytes=size,
+        num_allocations=sum(each.metrics["num_allocations"].value for each in alike),
+    )
+
+
+def _describe(record: Record) -> str:
+    case = record.case
+    return f"{case['phase']} at context {case['context']} in {case['precision']}"
 
 
 def _parts(record: Record) -> dict[str, float]:
-    """Returns what the peak holds, by what it is for, as far as it is known."""
-    return {
-        name: metric.value
-        for part, name in _PARTS.items()
-        if (metric := record.metrics.get(f"{part}_at_peak_bytes")) is not None
-    }
+    """Returns what the peak holds, by what it is for."""
+    return {part: record.metrics[f"{part}_at_peak_bytes"].value for part in _PARTS}
 
 
 def _peak(record: Record) -> float:

@@ -1,25 +1,19 @@
 """What the times of training steps say: the longest phase, growth by size, what warm-up does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.accounting import flops_per_token
-from paceline.core.device_table import find_device
-from paceline.core.errors import HardwareError
-from paceline.core.units import format_decimal, format_seconds
-from paceline.course.findings.phrases import compare, listing, times
+from paceline.core.finding import Finding
+from paceline.course.findings.devices import memory_bandwidth
+from paceline.course.findings.template import ALIKE, against, make_finding, standing
 from paceline.records import Metric, Record
 from paceline.reports.evidence.comparison import stands_out
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.models import model_name, num_parameters, shape_of
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "optimizer", "step")
 # AdamW reads weight, gradient and both moments, and writes all but the gradient.
 _OPTIMIZER_BYTES = 7 * 4
-_STEADY = 0.05
-"""A spread below this share of the mean is small."""
-_NOTICEABLE = 0.25
-_FEWEST_SAMPLES = 3
-"""One, and two that have a deviation."""
 
 
 def seconds(record: Record, name: str) -> float:
@@ -27,176 +21,149 @@ def seconds(record: Record, name: str) -> float:
     return record.metrics[f"{name}_time_s"].value
 
 
-def is_timed(record: Record) -> bool:
-    """Whether every phase of a step took a time that is known."""
-    names = (f"{name}_time_s" for name in (*PHASES, "step"))
-    return all(name in record.metrics and record.metrics[name].value > 0 for name in names)
-
-
-def size_sentences(records: Sequence[Record]) -> list[str]:
-    """Says how long each phase takes by model.
+def size_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields how long each phase takes by model.
 
     Args:
-        records: Steps with times, the smallest model first.
+        records: Steps, the smallest model first; those that failed among them.
     """
-    largest = records[-1]
-    phases = {phase: seconds(largest, phase) for phase in PHASES}
-    slowest = max(phases, key=lambda phase: phases[phase])
-    total = sum(phases.values())
-    return [
-        f"{slowest.capitalize()} takes longest: of {model_name(largest)}'s "
-        f"{format_seconds(total)} it takes {phases[slowest] / total:.0%} ("
-        + ", ".join(f"{phase} {format_seconds(each)}" for phase, each in phases.items())
-        + ").",
-        *_backward_sentences(largest),
-        _spread_sentence(records),
-        *_growth_sentences(records[0], largest),
-        *_optimizer_sentences(largest),
-    ]
+    measured = [record for record in records if record.metrics]
+    first, last = measured[0], measured[-1]
+    yield _longest_phase(last)
+    yield from _backward_to_forward(last)
+    yield _largest_spread(measured)
+    if num_parameters(first) < num_parameters(last):
+        yield _rate_by_size(first, last)
+    if last.case["optimizer"] == "adamw":
+        yield _optimizer_bandwidth(last)
 
 
-def _backward_sentences(record: Record) -> list[str]:
-    ratio = seconds(record, "backward") / seconds(record, "forward")
-    sentence = f"Backward takes {times(ratio)} as long as forward"
-    shape, context = shape_of(record), record.case["context"]
-    recomputed = record.case["activation_checkpointing"]
-    if shape is None or not isinstance(context, int) or recomputed not in ("none", "full"):
-        return [f"{sentence}."]
+def _longest_phase(record: Record) -> Finding:
+    times = {f"{phase}_time_s": seconds(record, phase) for phase in PHASES}
+    longest = max(PHASES[:-1], key=lambda phase: seconds(record, phase))
+    return make_finding(
+        f"{longest}_takes_longest",
+        "Of {model}'s step of {step_time_s}, forward takes {forward_time_s}, backward "
+        "{backward_time_s} and the optimizer {optimizer_time_s}: {longest} is {share} of it.",
+        model=model_name(record),
+        longest=longest,
+        share=seconds(record, longest) / seconds(record, "step"),
+        **times,
+    )
+
+
+def _backward_to_forward(record: Record) -> Iterator[Finding]:
+    shape, context = shape_of(record), int(case_number(record, "context"))
+    if shape is None:
+        return
+    recomputed = record.case["activation_checkpointing"] == "full"
     flops = flops_per_token(
-        shape, context, activation_checkpointing="full" if recomputed == "full" else "none"
+        shape, context, activation_checkpointing="full" if recomputed else "none"
     )
+    ratio = seconds(record, "backward") / seconds(record, "forward")
     expected = (flops.backward + flops.recomputation) / flops.forward
-    error = ratio / expected - 1
-    agrees = "agrees" if abs(error) <= _NOTICEABLE else "does not agree"
-    again = ", forward inside of backward included," if flops.recomputation else ""
-    return [
-        f"{sentence}; counting products{again} gives {expected:.3g}, with which the measurement "
-        f"{agrees} ({error:+.0%})."
-    ]
-
-
-def _spread_sentence(records: Sequence[Record]) -> str:
-    spreads: list[tuple[float, str]] = []
-    unknown: list[str] = []
-    for record in records:
-        step = record.metrics["step_time_s"]
-        if step.std is None:
-            unknown.append(model_name(record))
-        else:
-            spreads.append((step.std / (step.mean or step.value), model_name(record)))
-    if not spreads:
-        return "How much repeated steps differ is not known: that takes more than one sample."
-    spread, model = max(spreads)
-    size = (
-        "small"
-        if spread < _STEADY
-        else "large: differences of that size say little without more samples"
+    yield make_finding(
+        "backward_to_forward",
+        "Backward takes {ratio} times as long as forward, by FLOPs {expected_ratio}: {verdict}.",
+        ratio=ratio,
+        expected_ratio=expected,
+        verdict=against(ratio, expected),
     )
-    rest = f"; that of {listing(unknown)} is not known" if unknown else ""
-    return f"The largest standard deviation, {spread:.1%} of the mean ({model}), is {size}{rest}."
 
 
-def _growth_sentences(first: Record, last: Record) -> list[str]:
-    rates = [record.metrics.get("model_flops_per_s") for record in (first, last)]
-    growth = num_parameters(last) / num_parameters(first)
-    if growth == 1 or rates[0] is None or rates[1] is None or rates[0].value <= 0:
-        return []
-    before, after = rates[0].value, rates[1].value
-    longer = seconds(last, "step") / seconds(first, "step")
-    relation = compare(after, before, more="more", less="less")
-    if after > before * (1 + _NOTICEABLE):
-        meaning = (
-            "the smaller model leaves more of the device unused, which a larger batch may mend"
-        )
-    elif after < before * (1 - _NOTICEABLE):
-        meaning = "the larger model leaves more of the device unused"
-    else:
-        meaning = "time grows about as the work does"
-    return [
-        f"From {model_name(first)} to {model_name(last)} parameters grow {times(growth)} and the "
-        f"step {times(longer)}; the rate, {format_decimal(after, 'FLOP/s')}, is {relation} the "
-        f"smaller model's: {meaning}."
-    ]
+def _largest_spread(records: Sequence[Record]) -> Finding:
+    """Looks at every phase of every model: one that is steady must not hide one that is not."""
+    spread, phase, model = max(
+        ((metric.std or 0.0) / metric.value, phase, model_name(record))
+        for record in records
+        for phase in PHASES
+        if (metric := record.metrics[f"{phase}_time_s"])
+    )
+    if not spread:
+        return make_finding("spread_unknown", "One sample has no standard deviation.")
+    return make_finding(
+        "largest_spread",
+        "The largest standard deviation is {spread_share} of the median: {phase} of {model}.",
+        "Measure more steps before comparing phases." if spread > ALIKE else "",
+        spread_share=spread,
+        phase=phase,
+        model=model,
+    )
 
 
-def _optimizer_sentences(record: Record) -> list[str]:
-    if record.case["optimizer"] != "adamw":
-        return []
+def _rate_by_size(first: Record, last: Record) -> Finding:
+    before, after = (each.metrics["model_flops_per_s"].value for each in (first, last))
+    grows = standing(after, before) == "more"
+    return make_finding(
+        "rate_by_size",
+        "From {first} to {last} parameters grow {parameter_ratio} times and the step "
+        "{step_time_ratio} times; the rate goes from {first_flops_per_s} to {last_flops_per_s}: "
+        "{verdict}.",
+        "The smaller model leaves more of the device unused: try a larger batch." if grows else "",
+        first=model_name(first),
+        last=model_name(last),
+        parameter_ratio=num_parameters(last) / num_parameters(first),
+        step_time_ratio=seconds(last, "step") / seconds(first, "step"),
+        first_flops_per_s=before,
+        last_flops_per_s=after,
+        verdict=against(after, before),
+    )
+
+
+def _optimizer_bandwidth(record: Record) -> Finding:
     rate = _OPTIMIZER_BYTES * num_parameters(record) / seconds(record, "optimizer")
-    text = (
-        f"AdamW has to move {_OPTIMIZER_BYTES} bytes per parameter, so {model_name(record)}'s "
-        f"optimizer moves {format_decimal(rate, 'B/s')}"
+    limit = memory_bandwidth(record)
+    is_possible = limit is None or rate <= limit
+    return make_finding(
+        "optimizer_bandwidth" if is_possible else "optimizer_exceeds_memory_bandwidth",
+        "AdamW moves 28 bytes per parameter: {model}'s optimizer reaches {optimizer_bytes_per_s}, "
+        "the memory's bandwidth is {memory_bytes_per_s}.",
+        "" if is_possible else "Synchronise the timer, or take states that no cache holds.",
+        model=model_name(record),
+        optimizer_bytes_per_s=rate,
+        memory_bytes_per_s=limit,
     )
-    try:
-        limit = find_device(str(record.case["hardware"])).memory_bytes_per_s.value
-    except HardwareError:
-        return [
-            f"{text}; what this memory can move is not known here, so neither is whether it "
-            "bounds the optimizer."
-        ]
-    if rate > limit:
-        return [
-            f"{text}, more than the memory's {format_decimal(limit, 'B/s')}: either the timer was "
-            "not synchronised, or caches hold the states."
-        ]
-    return [f"{text}, {rate / limit:.0%} of the memory's {format_decimal(limit, 'B/s')}."]
 
 
-def warmup_sentences(records: Sequence[Record]) -> list[str]:
-    """Says what leaving out the warm-up does.
+def warmup_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what leaving out the warm-up does.
 
     Args:
         records: Steps that differ in the number of warm-up steps alone, the smallest number first.
     """
-    cold, warm = (record.metrics["step_time_s"] for record in (records[0], records[-1]))
-    before, after = (_warmup_text(record) for record in (records[0], records[-1]))
-    return [
-        *_first_sample_sentences(cold, before),
-        _mean_sentence(cold, warm, before, after),
-        "One or two warm-up steps are not always enough, because caches of memory and of compiled "
-        "code fill over several steps; watch the samples, not a rule.",
-    ]
-
-
-def _first_sample_sentences(cold: Metric, before: str) -> list[str]:
-    """Lays the first sample beside later ones of its own run: other runs may differ in all."""
-    if len(cold.samples) < _FEWEST_SAMPLES:
-        return []
-    first, later = cold.samples[0], Metric.from_samples(cold.samples[1:])
-    if later.value <= 0:
-        return []
-    outside = stands_out(first, later)
-    if outside is None:
-        meaning = f"of {len(later.samples)} more samples nothing is known of noise"
-    elif not outside:
-        meaning = "no further from it than others, so it cannot be told from noise"
-    elif first < later.value:
-        meaning = "no cost of a first step shows"
-    else:
-        meaning = "first steps also allocate, choose kernels and fill caches"
-    return [
-        f"After {before} the first sample takes {format_seconds(first)}, "
-        f"{times(first / later.value)} the median of those that follow, "
-        f"{format_seconds(later.value)}: {meaning}."
-    ]
-
-
-def _warmup_text(record: Record) -> str:
-    count = case_number(record, "warmup")
-    return f"{count:g} warm-up step{'' if count == 1 else 's'}"
-
-
-def _mean_sentence(cold: Metric, warm: Metric, before: str, after: str) -> str:
-    medians = [format_seconds(metric.value) for metric in (cold, warm)]
-    if cold.mean is None or cold.std is None or warm.mean is None or warm.std is None:
-        return (
-            f"The median is {medians[0]} after {before} and {medians[1]} after {after}; what "
-            "happens to the deviation is not known, that takes more than one sample of each."
+    measured = [record for record in records if record.metrics]
+    yield from _first_step(measured[0])
+    for record in measured:
+        step = record.metrics["step_time_s"]
+        yield make_finding(
+            "step_time_after_warmup",
+            "Warm-up {num_warmup}: the mean step takes {mean_s} ± {std_s}, the median {median_s}.",
+            num_warmup=case_number(record, "warmup"),
+            mean_s=step.mean,
+            std_s=step.std,
+            median_s=step.value,
         )
-    moves_less = abs(cold.value - warm.value) < abs(cold.mean - warm.mean)
-    return (
-        f"The mean with its deviation is {format_seconds(cold.mean)} ± {format_seconds(cold.std)} "
-        f"after {before} and {format_seconds(warm.mean)} ± {format_seconds(warm.std)} after "
-        f"{after}; the median, {medians[0]} and {medians[1]}, moves "
-        f"{'less' if moves_less else 'no less'} than the mean."
+
+
+def _first_step(record: Record) -> Iterator[Finding]:
+    """Lays the first sample beside later ones of its own run: other runs may differ in all."""
+    first, *others = record.metrics["step_time_s"].samples or (0.0,)
+    if not others:
+        return
+    later = Metric.from_samples(others)
+    is_apart = stands_out(first, later)
+    verdict = "unknown" if is_apart is None else "alike"
+    if is_apart:
+        verdict = "more" if first > later.value else "less"
+    yield make_finding(
+        "first_step",
+        "After {num_warmup} warm-up steps the first step takes {first_step_time_s}, the "
+        "{num_later} later ones {later_low_s} to {later_high_s}: {verdict}.",
+        "Leave it out: it also allocates and fills caches." if verdict == "more" else "",
+        num_warmup=case_number(record, "warmup"),
+        first_step_time_s=first,
+        num_later=len(others),
+        later_low_s=min(others),
+        later_high_s=max(others),
+        verdict=verdict,
     )

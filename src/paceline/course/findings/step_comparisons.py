@@ -1,116 +1,57 @@
-"""What steps of the same model say of each other: number formats, and compilation."""
+"""What steps of the same model say of each other: precisions, and compilation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from paceline.core.device_table import find_device
-from paceline.core.errors import HardwareError
-from paceline.core.specs import DType, precision_preset
-from paceline.core.units import format_seconds
-from paceline.course.findings.phrases import listing, times
+from paceline.core.finding import Finding
+from paceline.core.specs import precision_preset
+from paceline.course.findings.devices import peak_flops
+from paceline.course.findings.pairs import compare_passes, pairs_with_base
 from paceline.course.findings.step import seconds
-from paceline.records import CaseValue, Record
-from paceline.reports.evidence.comparison import Standing, compare
+from paceline.course.findings.template import make_finding
+from paceline.records import Record
+from paceline.reports.evidence.comparison import compare
 from paceline.reports.evidence.models import model_key, model_name
 
-_FULL = "float32"
-_NOTICEABLE = 0.25
 
-
-def pairs_with_base(
-    records: Sequence[Record], field: str, base: CaseValue
-) -> list[tuple[Record, Record]]:
-    """Returns each record with the one of the same model that has the base value of a field."""
-    bases = {model_key(each): each for each in records if each.case[field] == base}
-    return [
-        (record, bases[model_key(record)])
-        for record in records
-        if record.case[field] != base and model_key(record) in bases
-    ]
-
-
-def precision_sentences(records: Sequence[Record]) -> list[str]:
-    """Says what sixteen bits gain over float32.
+def precision_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what bf16 and fp16 gain over fp32, by model.
 
     Args:
-        records: Steps with times that differ in model and format alone, the smallest model first.
+        records: Steps with times that differ in model and precision alone.
     """
-    by_format: dict[str, list[tuple[Record, Record]]] = {}
-    for record, base in pairs_with_base(records, "precision", _FULL):
-        by_format.setdefault(str(record.case["precision"]), []).append((record, base))
-    sentences = []
-    for name, pairs in by_format.items():
-        gains = [_passes(base) / _passes(record) for record, base in pairs]
-        told = listing(
-            [
-                f"{times(gain)} as fast for {model_name(record)}"
-                for gain, (record, _base) in zip(gains, pairs, strict=True)
-            ]
+    for record, base in pairs_with_base(records, "precision", "float32", model_key):
+        precision = str(record.case["precision"])
+        half = peak_flops(record, precision_preset(precision).compute)
+        full = peak_flops(record, "float32")
+        yield make_finding(
+            f"{precision}_to_float32",
+            "Forward and backward of {model} take {ratio} as long in {precision} as in float32, "
+            "where the ratio of the device's peaks is {peak_ratio}; the optimizer, which stays in "
+            "float32, is {optimizer_share} of the step instead of {float32_optimizer_share}.",
+            model=model_name(record),
+            precision=precision,
+            ratio=compare_passes(record, base),
+            peak_ratio=None if half is None or full is None else half / full,
+            optimizer_share=seconds(record, "optimizer") / seconds(record, "step"),
+            float32_optimizer_share=seconds(base, "optimizer") / seconds(base, "step"),
         )
-        sentences.append(f"Forward and backward in {name} are {told}.")
-        sentences.extend(_size_of_gain(name, gains, pairs[-1][0]))
-        if len(pairs) > 1:
-            first, last = (model_name(pairs[place][0]) for place in (0, -1))
-            sentences.append(
-                f"From {first} to {last} the gain goes from {gains[0]:.2f} to {gains[-1]:.2f}."
-            )
-        sentences.append(_optimizer_sentence(*pairs[-1]))
-    return sentences
 
 
-def _size_of_gain(name: str, gains: Sequence[float], record: Record) -> list[str]:
-    sentences = []
-    if max(gains) <= 1:
-        sentences.append(f"{name} gains nothing here.")
-    elif max(gains) < 1 + _NOTICEABLE:
-        sentences.append(f"{name} gains little, {max(gains):.2f} at best.")
-    possible = _peak_ratio(name, record)
-    if possible is not None:
-        sentences.append(
-            f"By its peaks the device multiplies {times(possible)} as fast in {name}; casts, and "
-            "whatever is not a product, do not gain from that."
+def compile_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what compiling each model gains over the same model as it is.
+
+    Args:
+        records: Steps with times that differ in model and compilation alone.
+    """
+    for record, base in pairs_with_base(records, "compile", "none", model_key):
+        yield make_finding(
+            "compiled_to_plain_step",
+            "Compiled ({mode}), a step of {model} takes {step_time_s} instead of "
+            "{plain_step_time_s}, {ratio} as long; forward takes {forward_ratio} times as long.",
+            mode=str(record.case["compile"]),
+            model=model_name(record),
+            step_time_s=seconds(record, "step"),
+            plain_step_time_s=seconds(base, "step"),
+            ratio=compare(record.metrics["step_time_s"], base.metrics["step_time_s"]),
+            forward_ratio=seconds(record, "forward") / seconds(base, "forward"),
         )
-    return sentences
-
-
-def _peak_ratio(name: str, record: Record) -> float | None:
-    """Returns the device's peak in a format over that of its float32 products, where known."""
-    rounds = record.case["float32_matmul_precision"] != "highest"
-    full: DType = "tfloat32" if rounds else "float32"
-    try:
-        device = find_device(str(record.case["hardware"]))
-        return device.peak(precision_preset(name).compute).value / device.peak(full).value
-    except HardwareError:
-        return None
-
-
-def _optimizer_sentence(record: Record, base: Record) -> str:
-    shares = [seconds(each, "optimizer") / seconds(each, "step") for each in (record, base)]
-    return (
-        f"The optimizer, which stays in {_FULL}, takes {shares[0]:.0%} of the step of "
-        f"{model_name(record)} in {record.case['precision']} and {shares[1]:.0%} in {_FULL}."
-    )
-
-
-def _passes(record: Record) -> float:
-    return seconds(record, "forward") + seconds(record, "backward")
-
-
-_COMPILE_MEANINGS: Mapping[Standing, str] = {
-    "less": "compiling fuses elementwise work, which saves passes over memory",
-    "more": "what is fused does not pay for what compiling adds",
-    "alike": "less than the samples differ among themselves, so neither is faster",
-    "unknown": "of so few samples nothing is known of noise, so this may be no more",
-}
-
-
-def compile_sentence(record: Record, base: Record) -> str:
-    """Says what compiling a model gains over leaving it as it is."""
-    forward, step = (seconds(record, name) / seconds(base, name) for name in ("forward", "step"))
-    ratio = compare(record.metrics["step_time_s"], base.metrics["step_time_s"])
-    meaning = _COMPILE_MEANINGS["unknown" if ratio is None else ratio.standing]
-    return (
-        f"Compiled ({record.case['compile']}), {model_name(record)} takes {forward:.2f} times "
-        f"the forward time and {step:.2f} times the step time "
-        f"({format_seconds(seconds(record, 'step'))} after "
-        f"{format_seconds(seconds(base, 'step'))}): {meaning}."
-    )
