@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.finding import Finding
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
 from paceline.reports.document.model import Block, Picture, finding_text
 from tests.unit.reports.factory import ENVIRONMENT
@@ -93,7 +92,7 @@ def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | No
 
     The key "says" is for words: a verdict, a name, a remedy.
     """
-    found = {each.name: each for block in blocks for each in block.findings if _is_named(each)}
+    found = {each.name: each for block in blocks for each in block.findings}
     for name, figures in expected.items():
         if figures is None:
             assert name not in found
@@ -104,7 +103,3 @@ def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | No
             assert words in finding_text(finding)
         known = {key: value for key, value in figures.items() if key != "says"}
         assert {key: finding.figures[key] for key in known} == pytest.approx(known, rel=2e-3)
-
-
-def _is_named(finding: Any) -> bool:
-    return isinstance(finding, Finding)

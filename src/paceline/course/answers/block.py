@@ -14,7 +14,7 @@ def measured_block(
     group: Sequence[Record],
     *,
     tables: Iterable[Table],
-    findings: Iterable[Finding | str],
+    findings: Iterable[Finding],
     pictures: Iterable[Picture] = (),
 ) -> Block:
     """Says where records of one place were measured, and with what, around what they show."""

@@ -31,16 +31,14 @@ class Block:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     working: tuple[Explanation, ...] = ()
-    findings: tuple[Finding | str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     """What the figures of the block say."""
     environments: tuple[str, ...] = ()
     """The machines and software that the figures come from."""
 
 
-def finding_text(finding: Finding | str) -> str:
+def finding_text(finding: Finding) -> str:
     """Returns a finding as prose: what was seen, then what to do about it."""
-    if isinstance(finding, str):
-        return finding
     return f"{finding.message} {finding.remedy}".rstrip()
 
 
