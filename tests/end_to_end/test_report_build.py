@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from paceline.records import RecordStore
-from paceline.workflows.cases import Expected, SuiteCase
+from paceline.workflows.cases import SuiteCase
 from paceline.workflows.suite import Suite
 from tests.end_to_end.test_command_line import FAST, paceline
 
@@ -90,12 +90,14 @@ def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib
 
 
 def test_a_suite_measures_for_real(tmp_path: pathlib.Path) -> None:
-    arguments = ("bench", "step", *FAST, "--warmup", "1", "--steps", "1")
     case = SuiteCase(
         name="tiny",
         deliverables=("benchmarking_script",),
-        arguments=arguments,
-        expected=(Expected(kind="step", fields={"model": "custom", "context": 16}),),
+        verb="bench step",
+        kind="step",
+        fields={"warmup": 1, "steps": 1},
+        defaults={"model": "custom", "context": 16},
+        options=tuple(FAST),
         seconds=10.0,
     )
     suite = Suite(

@@ -166,7 +166,7 @@ def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
 
 
 def _build(command: BuildCommand) -> None:
-    from paceline.course.suite.build import measure_and_write
+    from paceline.course.report import measure_and_write
     from paceline.course.suite.presets import suite_cases
     from paceline.scaling import read_sweep
 

@@ -1,22 +1,73 @@
-"""From a store's records to a report: a pure function, which measures nothing."""
+"""From a store's records to a report, and its files; what the store lacks may be measured first."""
 
+import dataclasses
 import logging
 import pathlib
 from collections.abc import Sequence
 
-from paceline.course.deliverables import DELIVERABLES, Deliverable
-from paceline.records import CaseValue, Record
+from paceline.course.deliverables import DELIVERABLES, Deliverable, Part
+from paceline.course.suite.presets import suite_cases
+from paceline.records import CaseValue, Record, RecordStore
 from paceline.records.kinds import ATTEMPT, PREDICTION
+from paceline.reports.document.html import render_html
+from paceline.reports.document.markdown import write_markdown
 from paceline.reports.document.model import AnsweredPart, Report, Section
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_machines
-from paceline.workflows.cases import SEPARATOR, is_partial
+from paceline.workflows.cases import SEPARATOR, SuiteCase, is_partial
+from paceline.workflows.suite import Say, Suite
 
 _logger = logging.getLogger(__name__)
+_ON_GPUS = "paceline report build --preset 2gpu --quick"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltReport:
+    """Where a report was written, and what it lacks."""
+
+    paths: tuple[pathlib.Path, ...]
+    num_failed: int
+    """Cases that were tried and left nothing."""
+
+
+def measure_and_write(
+    store: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    cases: Sequence[SuiteCase],
+    runs: pathlib.Path | None,
+    say: Say,
+) -> BuiltReport:
+    """Runs the cases that the store lacks, and writes the report of all that it holds.
+
+    Args:
+        store: JSON Lines file of records.
+        directory: Where the report goes.
+        cases: What to measure if it is missing; none to measure nothing.
+        runs: Training runs for the scaling-law question.
+        say: Is told of progress.
+    """
+    num_failed = 0
+    if cases:
+        suite = Suite(cases=cases, store=RecordStore(store), workspace=directory / "suite")
+        num_failed = suite.run(say)
+    paths = write_report(list(RecordStore(store).read()), directory, runs)
+    return BuiltReport(paths=paths, num_failed=num_failed)
+
+
+def write_report(
+    records: Sequence[Record], directory: pathlib.Path, runs: pathlib.Path | None = None
+) -> tuple[pathlib.Path, ...]:
+    """Writes a report of records as HTML and Markdown, and returns both paths."""
+    report = build_report(records, runs)
+    directory.mkdir(parents=True, exist_ok=True)
+    page = directory / "report.html"
+    page.write_text(render_html(report), encoding="utf-8")
+    return page, write_markdown(report, directory)
 
 
 def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) -> Report:
-    """Answers every deliverable from records.
+    """Answers every deliverable from records: a pure function, which measures nothing.
 
     Args:
         records: All of a store.
@@ -32,8 +83,8 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
         title="Data-parallel training, measured and explained",
         summary=(
             f"{answered} of {len(parts)} questions are answered, from {len(measured)} "
-            "measurements and by calculation. What is not measured says so, with the command that "
-            "measures it.",
+            "measurements and by calculation. What is not measured says so, with the commands that "
+            "measure it.",
             *(f"Measured on {machine}." for machine in machines),
         ),
         sections=sections,
@@ -53,7 +104,10 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
             failures.append(f"{part.title}: no answer could be made of the records: {error!r}")
         parts.append(
             AnsweredPart(
-                title=part.title, question=part.question, blocks=blocks, commands=part.commands
+                title=part.title,
+                question=part.question,
+                blocks=blocks,
+                commands=commands_for(deliverable, part),
             )
         )
     return Section(
@@ -63,6 +117,18 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
         failures=tuple(failures),
         incomplete=tuple(_describe(each) for each in attempts if is_partial(each)),
     )
+
+
+def commands_for(deliverable: Deliverable, part: Part) -> tuple[str, ...]:
+    """Returns what measures a part: on a laptop, and on GPUs; nothing for what is calculated."""
+    if part.kind is None:
+        return ()
+    on_laptop = [
+        case.command + (" --out profile" if case.records_in == "directory" else "")
+        for case in suite_cases("laptop", quick=True)
+        if deliverable.name in case.deliverables and case.kind == part.kind
+    ]
+    return (*on_laptop, _ON_GPUS)
 
 
 def _unsuccessful(name: str, evidence: Evidence) -> list[Record]:

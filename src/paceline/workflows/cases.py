@@ -1,10 +1,14 @@
 """One command of a suite, and the records by which it is known to have been run."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, TypeAlias
 
+from paceline.core.strategies import BUCKET_STRATEGIES
+from paceline.core.units import parse_bytes, parse_rate
 from paceline.records import CaseValue, Environment, Record
+from paceline.records.kinds import LINK_RATE
 
 SEPARATOR = "; "
 """Between the names of the deliverables that an attempt to measure is for."""
@@ -12,46 +16,97 @@ NUM_MEASURED = "num_measured"
 """Metric of an attempt: the expected records that it measured."""
 _TOO_LARGE = ("skipped", "out_of_memory")
 """Outcomes that another attempt on the same machine would only repeat."""
+_NUM_HOSTS = 2
+_FLAGS = {"strategy": "--strategies", "size_bytes": "--sizes"}
+"""Flags that are not named like the case field that they set."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Expected:
-    """A record that a command leaves in the store."""
-
-    kind: str
-    fields: Mapping[str, CaseValue]
-    """What its case must say."""
-
-    def matches(self, record: Record) -> bool:
-        """Returns whether a record is this one, whatever came of it."""
-        return record.kind == self.kind and all(
-            record.case.get(name) == value for name, value in self.fields.items()
-        )
+Values: TypeAlias = CaseValue | tuple[CaseValue, ...]
+Fields: TypeAlias = dict[str, Values]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuiteCase:
-    """A command that measures something for a report."""
+    """A command that measures something for a report; its words and its records follow from it."""
 
     name: str
     """Unique in a suite."""
     deliverables: tuple[str, ...]
     """What it helps to answer."""
-    arguments: tuple[str, ...]
-    """Of paceline, without where the records go."""
-    expected: tuple[Expected, ...]
+    verb: str
+    """The command's first words, such as ``bench step``."""
+    kind: str
+    """The kind of record that it leaves."""
+    fields: Mapping[str, Values]
+    """What its flags ask for and its records say: of several values, a record for each."""
+    defaults: Mapping[str, CaseValue] = dataclasses.field(default_factory=dict)
+    """What its records say besides, without being asked for."""
+    options: tuple[str, ...] = ()
+    """Further words of the command, which its records do not tell."""
     seconds: float
     """How long it takes about, on the machine that the preset is for."""
-    lab: tuple[str, ...] = ()
-    """Where it runs on virtual hosts, the arguments of paceline lab run."""
+    rate: str | None = None
+    """The rate of the links, where it runs on two virtual hosts."""
     records_in: Literal["store", "directory"] = "store"
     """Whether the command appends to a store, or writes to a directory of its own."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The words of the command, without where the records go."""
+        flags = itertools.chain.from_iterable(map(self._flag, self.fields, self.fields.values()))
+        return (*self.verb.split(), *flags, *self.options)
+
+    def _flag(self, field: str, values: Values) -> tuple[str, ...]:
+        flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+        if values is True or field == "compile":
+            return (flag,)
+        several = values if isinstance(values, tuple) else (values,)
+        return (flag, *map(str, several))
+
+    @property
+    def lab(self) -> tuple[str, ...]:
+        """Where it runs on virtual hosts, the arguments of paceline lab run."""
+        if self.rate is None:
+            return ()
+        return ("--hosts", str(_NUM_HOSTS), "--rate", self.rate)
 
     @property
     def command(self) -> str:
         """The command as a person would type it."""
         inner = f"paceline {' '.join(self.arguments)}"
         return f"paceline lab run {' '.join(self.lab)} -- {inner}" if self.lab else inner
+
+    @property
+    def expected(self) -> tuple[dict[str, CaseValue], ...]:
+        """What the cases of its records say, of each record."""
+        links: dict[str, CaseValue] = {}
+        if self.rate is not None:
+            links = {"num_hosts": _NUM_HOSTS, LINK_RATE: parse_rate(self.rate)}
+        return tuple({**self.defaults, **links, **fields} for fields in self._combinations())
+
+    def _combinations(self) -> Iterator[dict[str, CaseValue]]:
+        several = (each if isinstance(each, tuple) else (each,) for each in self.fields.values())
+        seen = []
+        for values in itertools.product(*several):
+            fields = dict(zip(self.fields, values, strict=True))
+            if "size_bytes" in fields:
+                fields["size_bytes"] = parse_bytes(str(fields["size_bytes"]))
+            strategy, size = fields.get("strategy"), fields.get("bucket_size_mb")
+            if size == "auto" and strategy not in ("bucketed", None):
+                continue
+            if size is not None and strategy not in BUCKET_STRATEGIES:
+                fields["bucket_size_mb"] = None
+            if fields not in seen:
+                seen.append(fields)
+                yield fields
+
+    def leaves(self, record: Record) -> bool:
+        """Returns whether a record is one that the command is run for, whatever came of it."""
+        return any(self._matches(fields, record) for fields in self.expected)
+
+    def _matches(self, fields: Mapping[str, CaseValue], record: Record) -> bool:
+        return record.kind == self.kind and all(
+            record.case.get(name) == value for name, value in fields.items()
+        )
 
     def is_answered(self, records: Iterable[Record], here: Environment) -> bool:
         """Returns whether another run would tell nothing new.
@@ -61,11 +116,7 @@ class SuiteCase:
             here: This machine: what was too large for another may fit.
         """
         known = [record for record in records if record.metrics or _was_too_large(record, here)]
-        return all(any(each.matches(record) for record in known) for each in self.expected)
-
-    def leaves(self, record: Record) -> bool:
-        """Returns whether a record is one that the command is run for."""
-        return any(each.matches(record) for each in self.expected)
+        return all(any(self._matches(each, record) for record in known) for each in self.expected)
 
 
 def is_partial(attempt: Record) -> bool:

@@ -12,8 +12,7 @@ import pytest
 
 from paceline.course import report as build
 from paceline.course.deliverables import DELIVERABLES
-from paceline.course.report import build_report
-from paceline.course.suite.build import write_report
+from paceline.course.report import build_report, write_report
 from paceline.records import Record
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import render_report

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.records import RecordStore, capture_environment
 from paceline.workflows import suite as suite_module
-from paceline.workflows.cases import Expected, SuiteCase
+from paceline.workflows.cases import SuiteCase
 from paceline.workflows.suite import Suite
 from tests.unit.reports.factory import step_record
 
@@ -62,8 +62,9 @@ def case(model: str, seconds: float = 1.0, **options: object) -> SuiteCase:
     return SuiteCase(
         name=model,
         deliverables=("benchmarking_script",),
-        arguments=("bench", "step", "--model", model),
-        expected=(Expected(kind="step", fields={"model": model, "warmup": 5}),),
+        verb="bench step",
+        kind="step",
+        fields={"model": model, "warmup": 5},
         seconds=seconds,
         **options,  # type: ignore[arg-type]
     )
@@ -110,7 +111,7 @@ def test_a_failing_case_is_an_entry_and_not_the_end(tmp_path: pathlib.Path) -> N
         "silent": ("failed", "it left none of its records"),
         "last": ("ok", None),
     }
-    assert said[0].startswith("[1/7, about 7 s left] paceline bench step --model first")
+    assert said[0].startswith("[1/7, about 7 s left] paceline bench step --model first --warmup 5")
     assert any("failed: exit code 3: the network is down" in line for line in said)
     assert "looking at first" in (tmp_path / "work" / "first" / "log.txt").read_text()
 
@@ -170,9 +171,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     tmp_path: pathlib.Path, records_in: str
 ) -> None:
     partial = case("partial", records_in=records_in)
-    partial = dataclasses.replace(
-        partial, expected=(*partial.expected, Expected(kind="step", fields={"model": "other"}))
-    )
+    partial = dataclasses.replace(partial, fields={"model": ("partial", "other")})
     suite = make(tmp_path, partial)
     said: list[str] = []
     assert suite.run(said.append) == 0

@@ -1,1 +1,1 @@
-"""What the report measures: cases by preset, and the report's build."""
+"""What the report measures: cases by preset."""

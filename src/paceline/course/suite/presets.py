@@ -1,19 +1,22 @@
 """The suites: which commands measure what a report needs.
 
-Every case is built together with the records that it will leave, from the same values, so that the
-two cannot part.
+Words and records of a command follow from one description, so that the two cannot part.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-from paceline.core.units import parse_bytes
-from paceline.course.suite.parallel_presets import parallel_cases, sharding_cases
-from paceline.course.suite.scales import CONTEXT, RATES, PresetName, Scale, find_scale, flag, words
+from paceline.core.strategies import StrategyName
+from paceline.course.suite.scales import PresetName, Scale, find_scale
 from paceline.records import CaseValue
-from paceline.records.kinds import LINK_RATE
-from paceline.workflows.cases import Expected, SuiteCase
+from paceline.workflows.cases import Fields, SuiteCase
 
+_BATCH = 4
+_CONTEXT = 128
+"""Tokens per sequence wherever the question does not vary them."""
+_PRECISIONS = ("float32", "bfloat16")
 _KERNELS: dict[str, CaseValue] = {
     "head_dim": 64,
     "mask": "causal",
@@ -21,8 +24,14 @@ _KERNELS: dict[str, CaseValue] = {
     "group": 1,
 }
 """One variant of every kernel: the usual one of training."""
-_BATCH = 4
-_NAIVE_BATCH = 8
+_OVERLAP_RATE = "2gbit"
+"""A link that takes about as long as backward of the laptop's model."""
+_STRATEGIES: tuple[StrategyName, ...] = (
+    *("torch_ddp", "none", "naive", "flat", "overlapped", "bucketed"),
+)
+_TRACED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "bucketed")
+_USUAL_BUCKET = 25
+_OVERLAP = "ddp_overlap_individual_parameters, ddp_overlap_bucketed"
 
 
 def suite_cases(preset: PresetName, *, quick: bool = False) -> tuple[SuiteCase, ...]:
@@ -38,212 +47,207 @@ def suite_cases(preset: PresetName, *, quick: bool = False) -> tuple[SuiteCase, 
         *_profile_cases(scale),
         *_attention_cases(scale),
         *_communication_cases(scale),
-        *parallel_cases(scale),
-        *sharding_cases(scale),
+        *_parallel_cases(scale),
+        _sharding_case(scale),
     )
 
 
 def _step_cases(scale: Scale) -> Iterator[SuiteCase]:
-    samples: dict[str, CaseValue] = {"warmup": scale.step_warmup, "steps": scale.steps}
-    flags = words(*("--warmup", scale.step_warmup, "--steps", scale.steps))
-    common = ("bench", "step", "--device", scale.device)
+    usual: dict[str, CaseValue] = {"batch": _BATCH, "context": _CONTEXT, "phase": "train"}
+    usual |= {"precision": "float32", "compile": "none"}
+    case = functools.partial(SuiteCase, verb="bench step", kind="step", defaults=usual)
+    samples: Fields = {"warmup": scale.step_warmup, "steps": scale.steps, "device": scale.device}
+    small: Fields = {"model": scale.small_model, **samples}
     for model, seconds in scale.models.items():
-        yield SuiteCase(
+        yield case(
             name=f"step-{model}",
             deliverables=("benchmarking_script", "benchmarking_mixed_precision"),
-            arguments=(*common, "--model", model, "--precision", "float32", "bfloat16", *flags),
-            expected=tuple(
-                _step(scale, model, **samples, precision=precision)
-                for precision in ("float32", "bfloat16")
-            ),
+            fields={"model": model, "precision": _PRECISIONS, **samples},
             seconds=seconds,
         )
-    model = scale.small_model
-    yield SuiteCase(
+    yield case(
         name="step-warmup",
         deliverables=("benchmarking_script",),
-        arguments=(
-            *(*common, "--model", model, "--warmup", "0", "1", "2", "5"),
-            *("--steps", str(scale.steps)),
-        ),
-        expected=tuple(
-            _step(scale, model, steps=scale.steps, warmup=warmup) for warmup in (0, 1, 2, 5)
-        ),
+        fields={**small, "warmup": (0, 1, 2, 5)},
         seconds=2 * scale.seconds,
     )
-    yield SuiteCase(
+    yield case(
         name="step-compile",
         deliverables=("torch_compile",),
-        arguments=(*common, "--model", model, "--compile", *flags),
-        expected=(_step(scale, model, **samples, compile="whole"),),
+        fields={**small, "compile": "whole"},
         seconds=3 * scale.seconds,
     )
-    context = scale.contexts[0]
-    yield SuiteCase(
+    phases: Fields = {"context": scale.contexts[0], "phase": ("forward", "train")}
+    yield case(
         name="step-naive",
         deliverables=("nsys_profile",),
-        arguments=(
-            *(*common, "--model", model, "--attention", "naive", "--context", str(context)),
-            *("--phase", "forward", "train", *flags),
-        ),
-        expected=tuple(
-            _step(scale, model, **samples, attention="naive", context=context, phase=phase)
-            for phase in ("forward", "train")
-        ),
+        fields={**small, "attention": "naive", **phases},
         seconds=2 * scale.seconds,
     )
-
-
-def _step(scale: Scale, model: str, **fields: CaseValue) -> Expected:
-    usual: dict[str, CaseValue] = {
-        "precision": "float32",
-        "compile": "none",
-        "phase": "train",
-        "batch": _BATCH,
-        "context": CONTEXT,
-    }
-    return Expected(kind="step", fields={**usual, "model": model, "device": scale.device, **fields})
 
 
 def _profile_cases(scale: Scale) -> Iterator[SuiteCase]:
     traced = [(scale.contexts[0], "forward", "float32")]
     traced += [(context, "train", "float32") for context in scale.contexts]
     traced += [(scale.contexts[0], "train", "bfloat16")]
+    common: Fields = {"model": scale.small_model, "device": scale.device}
+    common |= {"attention": "naive", "batch": _BATCH}
     for context, phase, precision in traced:
-        fields: dict[str, CaseValue] = {
-            "model": scale.small_model,
-            "batch": _BATCH,
-            "context": context,
-            "phase": phase,
-            "precision": precision,
-        }
         yield SuiteCase(
             name=f"profile-{phase}-{context}-{precision}",
             deliverables=("nsys_profile", "memory_profiling"),
-            arguments=(
-                *("profile", "step", "--device", scale.device, "--attention", "naive"),
-                *(word for name, value in fields.items() for word in (flag(name), str(value))),
-                *("--warmup", "2", "--steps", "2"),
-            ),
-            expected=(
-                Expected(
-                    kind="memory_timeline",
-                    fields={
-                        **fields,
-                        "attention": "naive",
-                        "compile": "none",
-                        "device": scale.device,
-                    },
-                ),
-            ),
+            verb="profile step",
+            kind="memory_timeline",
+            fields={**common, "context": context, "phase": phase, "precision": precision},
+            defaults={"compile": "none"},
+            options=("--warmup", "2", "--steps", "2"),
             seconds=scale.seconds,
             records_in="directory",
         )
 
 
 def _attention_cases(scale: Scale) -> Iterator[SuiteCase]:
-    limit = ("--device", scale.device, "--time-limit-s", str(scale.attention_limit_s))
-    naive: dict[str, CaseValue] = {
-        "implementation": "naive",
-        "causal": False,
-        "batch": _NAIVE_BATCH,
-    }
+    usual: dict[str, CaseValue] = {"implementation": "naive", "batch": 8, "causal": False}
+    usual |= {"dtype": "float32", "compile": "none"}
+    limit_s = scale.attention_limit_s
+    case = functools.partial(
+        SuiteCase,
+        verb="bench attention",
+        kind="attention",
+        defaults=usual,
+        options=("--time-limit-s", str(limit_s)),
+    )
     for width in scale.attention_widths:
-        lengths = scale.attention_lengths
-        yield SuiteCase(
+        shape: Fields = {"head_dim": width, "device": scale.device}
+        yield case(
             name=f"attention-{width}",
             deliverables=("pytorch_attention", "torch_compile"),
-            arguments=(
-                *("bench", "attention", "--head-dim", str(width), "--context"),
-                *(*words(*lengths), *limit),
-            ),
-            expected=tuple(
-                _attention(scale, head_dim=width, context=length, **naive) for length in lengths
-            ),
-            seconds=len(lengths) * (3 + 2 * scale.attention_limit_s),
+            fields={**shape, "context": scale.attention_lengths},
+            seconds=len(scale.attention_lengths) * (3 + 2 * limit_s),
         )
-        yield SuiteCase(
+        yield case(
             name=f"attention-{width}-compiled",
             deliverables=("torch_compile",),
-            arguments=(
-                *("bench", "attention", "--compile", "--head-dim", str(width), "--context"),
-                *(*words(*scale.compiled_lengths), *limit),
-            ),
-            expected=tuple(
-                _attention(scale, head_dim=width, context=length, compile="whole", **naive)
-                for length in scale.compiled_lengths
-            ),
-            seconds=len(scale.compiled_lengths) * (8 + 2 * scale.attention_limit_s),
+            fields={**shape, "context": scale.compiled_lengths, "compile": "whole"},
+            seconds=len(scale.compiled_lengths) * (8 + 2 * limit_s),
         )
-    for width, dtype in itertools.product(scale.flash_widths, ("float32", "bfloat16")):
-        cases = list(itertools.product(scale.implementations, scale.flash_lengths))
-        yield SuiteCase(
+    several: Fields = {"implementation": scale.implementations, "context": scale.flash_lengths}
+    for width, dtype in itertools.product(scale.flash_widths, _PRECISIONS):
+        shape = {"head_dim": width, "dtype": dtype, "device": scale.device}
+        yield case(
             name=f"flash-{width}-{dtype}",
             deliverables=("flash_benchmarking",),
-            arguments=(
-                *("bench", "attention", "--implementation", *scale.implementations),
-                *("--batch", "1", "--causal", "--dtype", dtype, "--head-dim", str(width)),
-                *("--context", *words(*scale.flash_lengths), *limit, "--warmup", "1"),
-            ),
-            expected=tuple(
-                _attention(
-                    scale,
-                    implementation=implementation,
-                    batch=1,
-                    causal=True,
-                    dtype=dtype,
-                    head_dim=width,
-                    context=length,
-                )
-                for implementation, length in cases
-            ),
-            seconds=len(cases) * (3 + 2 * scale.attention_limit_s),
+            fields={**several, "batch": 1, "causal": True, **shape},
+            options=("--time-limit-s", str(limit_s), "--warmup", "1"),
+            seconds=len(scale.implementations) * len(scale.flash_lengths) * (3 + 2 * limit_s),
         )
     yield SuiteCase(
         name="kernels",
         deliverables=("flash_forward, flash_backward",),
-        arguments=(
-            *("bench", "kernels", "--architecture", *scale.architectures),
-            *(word for name, value in _KERNELS.items() for word in (flag(name), str(value))),
-        ),
-        expected=tuple(
-            Expected(kind="kernel", fields={**_KERNELS, "architecture": name})
-            for name in scale.architectures
-        ),
+        verb="bench kernels",
+        kind="kernel",
+        fields={"architecture": scale.architectures, **_KERNELS},
         seconds=20 * len(scale.architectures),
     )
 
 
-def _attention(scale: Scale, **fields: CaseValue) -> Expected:
-    usual: dict[str, CaseValue] = {"dtype": "float32", "compile": "none", "device": scale.device}
-    return Expected(kind="attention", fields={**usual, **fields})
-
-
 def _communication_cases(scale: Scale) -> Iterator[SuiteCase]:
-    common = ("bench", "comm", "--device", scale.device, "--steps", "10", "--time-limit-s", "5")
+    limits = ("--steps", "10", "--time-limit-s", "5")
+    case = functools.partial(
+        SuiteCase,
+        deliverables=("distributed_communication_single_node",),
+        verb="bench comm",
+        kind="comm",
+    )
+    usual: dict[str, CaseValue] = {"operation": "all_reduce", "num_hosts": 1}
     for world_size in scale.world_sizes:
-        yield SuiteCase(
+        yield case(
             name=f"all-reduce-{world_size}",
-            deliverables=("distributed_communication_single_node",),
-            arguments=(*(*common, "--world-sizes", str(world_size), "--sizes", *scale.messages),),
-            expected=_all_reduces(scale, scale.messages, world_size=world_size, num_hosts=1),
+            fields={"size_bytes": scale.messages, "device": scale.device},
+            defaults={**usual, "world_size": world_size},
+            options=("--world-sizes", str(world_size), *limits),
             seconds=3 * world_size + 2 * len(scale.messages),
         )
     sizes = tuple(size for size in scale.messages if size != "1GB")
     for rate in scale.lab_rates:
-        yield SuiteCase(
+        yield case(
             name=f"all-reduce-{rate}",
-            deliverables=("distributed_communication_single_node",),
-            arguments=(*common, "--sizes", *sizes),
-            expected=_all_reduces(scale, sizes, num_hosts=2, **{LINK_RATE: RATES[rate]}),
+            fields={"size_bytes": sizes, "device": scale.device},
+            defaults=usual,
+            options=limits,
             seconds=20,
-            lab=("--hosts", "2", "--rate", rate),
+            rate=rate,
         )
 
 
-def _all_reduces(scale: Scale, sizes: tuple[str, ...], **fields: CaseValue) -> tuple[Expected, ...]:
-    usual: dict[str, CaseValue] = {"operation": "all_reduce", "device": scale.device}
-    return tuple(
-        Expected(kind="comm", fields={**usual, "size_bytes": parse_bytes(size), **fields})
-        for size in sizes
+def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
+    """Yields steps of strategies and traces of them: on links where a laptop emulates them.
+
+    A comparison holds all its variants in memory at once, so there are two: of the strategies, and
+    of the sizes of buckets. Both begin with the same variant, to which ratios are.
+    """
+    fields: Fields = {"model": scale.parallel_model, "device": scale.device}
+    fields |= {"batch": scale.parallel_batch, "context": _CONTEXT}
+    defaults: dict[str, CaseValue] = {"precision": "float32", "compile": "none"}
+    if scale.lab_rates:
+        # On virtual hosts, the lab says how many ranks there are.
+        defaults["world_size"] = 2
+    else:
+        fields["world_size"], defaults["num_hosts"] = scale.world_sizes[-1], 1
+    rate = _OVERLAP_RATE if scale.lab_rates else None
+    # Figures that were warmed up differently are not laid side by side; "auto" needs five rounds
+    # before it has chosen.
+    warmup = 5 if "auto" in scale.bucket_sizes else 1
+
+    def case(*, rounds: int, warmup: int, num_variants: int, **options: Any) -> SuiteCase:
+        seconds = scale.seconds + num_variants * (warmup + rounds) * scale.round_s
+        return SuiteCase(defaults=defaults, rate=rate, seconds=seconds, **options)
+
+    sizes = (_USUAL_BUCKET, *scale.bucket_sizes)
+    rounds = {"warmup": warmup, "rounds": scale.rounds}
+    yield case(
+        name="strategies",
+        deliverables=("naive_ddp", "minimal_ddp_flat", _OVERLAP),
+        verb="bench ddp",
+        kind="ddp",
+        fields={**fields, "strategy": _STRATEGIES, "bucket_size_mb": _USUAL_BUCKET, **rounds},
+        num_variants=len(_STRATEGIES),
+        **rounds,
+    )
+    compared = ("torch_ddp", "bucketed")
+    yield case(
+        name="bucket-sizes",
+        deliverables=(_OVERLAP,),
+        verb="bench ddp",
+        kind="ddp",
+        fields={**fields, "strategy": compared, "bucket_size_mb": sizes, **rounds},
+        num_variants=len(compared) * len(sizes) - ("auto" in sizes),
+        **rounds,
+    )
+    yield case(
+        name="timelines",
+        deliverables=(_OVERLAP,),
+        verb="profile ddp",
+        kind="timeline",
+        fields={**fields, "strategy": _TRACED, "bucket_size_mb": _USUAL_BUCKET},
+        options=("--warmup", "2", "--rounds", "3"),
+        records_in="directory",
+        num_variants=len(_TRACED),
+        warmup=2,
+        rounds=3,
+    )
+
+
+def _sharding_case(scale: Scale) -> SuiteCase:
+    """Returns the memory of steps by what it holds, with and without sharding."""
+    fields: Fields = {"model": scale.sharded_model, "device": scale.device}
+    return SuiteCase(
+        name="sharding",
+        deliverables=("optimizer_state_sharding",),
+        verb="bench memory",
+        kind="optimizer",
+        fields={**fields, "world_size": scale.sharded_ranks, "strategy": scale.sharded},
+        defaults={"precision": "float32", "compile": "none"},
+        options=("--warmup", "1", "--steps", "3"),
+        seconds=1.5 * len(scale.sharded) * scale.seconds,
     )

@@ -7,11 +7,6 @@ from paceline.core.strategies import StrategyName
 
 PresetName = Literal["laptop", "2gpu", "8gpu"]
 
-CONTEXT = 128
-"""Tokens per sequence wherever the question does not vary them."""
-RATES = {"200mbit": 2e8, "1gbit": 1e9, "2gbit": 2e9}
-"""Of emulated links, in bits per second."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
@@ -39,7 +34,7 @@ class Scale:
     parallel_model: str
     """Of a comparison of strategies, which holds up to ten of them at once."""
     parallel_batch: int
-    bucket_sizes: tuple[str, ...]
+    bucket_sizes: tuple[int | str, ...]
     rounds: int
     round_s: float
     """What a round of the parallel model takes about, by one strategy."""
@@ -70,7 +65,7 @@ _QUICK_LAPTOP = Scale(
     lab_rates=("1gbit",),
     parallel_model="bytes-34M",
     parallel_batch=4,
-    bucket_sizes=("1", "100"),
+    bucket_sizes=(1, 100),
     rounds=4,
     round_s=3.0,
     sharded_model="bytes-34M",
@@ -95,7 +90,7 @@ _LAPTOP = dataclasses.replace(
     messages=("1MB", "10MB", "100MB", "1GB"),
     world_sizes=(2, 4, 6),
     lab_rates=("200mbit", "1gbit", "2gbit"),
-    bucket_sizes=("1", "10", "100", "1000", "auto"),
+    bucket_sizes=(1, 10, 100, 1000, "auto"),
     rounds=20,
     sharded_model="small",
     sharded=("torch_ddp", "torch_zero_view", "sharded_optimizer", "sharded", "fully_sharded"),
@@ -115,7 +110,7 @@ _GPU = dataclasses.replace(
     world_sizes=(2,),
     lab_rates=(),
     parallel_model="medium",
-    bucket_sizes=("1", "10", "100", "1000"),
+    bucket_sizes=(1, 10, 100, 1000),
     rounds=20,
     round_s=1.0,
     sharded_model="xl",
@@ -145,13 +140,3 @@ def find_scale(preset: PresetName, *, quick: bool) -> Scale:
         world_sizes = (2, 8) if quick else (2, 4, 6, 8)
         return dataclasses.replace(scale, world_sizes=world_sizes, sharded_ranks=8)
     return scale
-
-
-def words(*values: object) -> tuple[str, ...]:
-    """Writes values as a command line has them."""
-    return tuple(str(value) for value in values)
-
-
-def flag(field: str) -> str:
-    """Names the flag that sets a field of a record's case."""
-    return f"--{field.replace('_', '-')}"

@@ -18,6 +18,7 @@ from paceline.cli.bench import BenchCommand
 from paceline.cli.main import parse
 from paceline.core import model_preset
 from paceline.core.units import GB
+from paceline.course.deliverables import DELIVERABLES
 from paceline.course.suite.presets import suite_cases
 from paceline.course.suite.scales import find_scale
 from paceline.workflows.cases import SuiteCase
@@ -85,15 +86,21 @@ def test_every_command_leaves_the_records_that_it_is_known_by(preset: str, quick
         assert isinstance(command, BenchCommand)
         promised = list(_promised(command.subject.sweep))
         for expected in case.expected:
-            known = {name: expected.fields[name] for name in expected.fields.keys() - ELSEWHERE}
+            known = {name: expected[name] for name in expected.keys() - ELSEWHERE}
             assert any(known.items() <= each.items() for each in promised), (case.name, known)
 
 
 @pytest.mark.parametrize(("preset", "quick"), PRESETS)
-def test_names_are_unique_and_times_are_given(preset: Any, quick: bool) -> None:
+def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) -> None:
     cases = suite_cases(preset, quick=quick)
-    assert len({case.name for case in cases}) == len(cases)
+    assert len({case.name for case in cases}) == len({case.command for case in cases}) == len(cases)
     assert all(case.seconds > 0 and case.expected for case in cases)
+    assert {(name, case.kind) for case in cases for name in case.deliverables} >= {
+        (deliverable.name, part.kind)
+        for deliverable in DELIVERABLES
+        for part in deliverable.parts
+        if part.kind is not None
+    }
 
 
 @pytest.mark.parametrize(("preset", "quick"), PRESETS[2:])
