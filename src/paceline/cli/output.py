@@ -83,12 +83,12 @@ def keep_records(
 def print_tables(records: "Sequence[Record]") -> None:
     """Prints a table for each kind of measurement, with what was predicted of it."""
     from paceline.records.kinds import PREDICTION
-    from paceline.reports.tables.table import records_table, render_rich
+    from paceline.reports.tables.table import records_table
     from paceline.reports.tables.with_predictions import with_predictions
 
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
         chosen = [record for record in records if record.kind == kind]
-        stdout_console().print(render_rich(records_table(with_predictions(chosen, records))))
+        stdout_console().print(records_table(with_predictions(chosen, records)))
 
 
 def stdout_console() -> "Console":

@@ -74,7 +74,7 @@ def run_step(command: PlanStepCommand) -> int:
     from paceline.prediction.records import predict_step
     from paceline.records import RecordStore
     from paceline.records.environment import capture_environment
-    from paceline.reports.tables.table import records_table, render_rich
+    from paceline.reports.tables.table import records_table
 
     places = calibrations(RecordStore(command.calibration).read())
     if not places:
@@ -91,7 +91,7 @@ def run_step(command: PlanStepCommand) -> int:
     ]
     predictions = list(keep_records(predictions, command.store, command.output))
     if not command.output.json:
-        stdout_console().print(render_rich(records_table(predictions)))
+        stdout_console().print(records_table(predictions))
     return 0
 
 
@@ -115,7 +115,6 @@ def run_backtest(command: BacktestCommand) -> int:
     """Predicts every case by what the others teach."""
     from paceline.prediction.backtest import leave_one_out, predict_held_out, summarize
     from paceline.reports.tables.backtest import backtest_table
-    from paceline.reports.tables.table import render_rich
 
     cases = _read_cases(command.records)
     held_out = leave_one_out(cases)
@@ -127,7 +126,7 @@ def run_backtest(command: BacktestCommand) -> int:
         summary = summarize(held_out[: len(cases)])
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     else:
-        stdout_console().print(render_rich(backtest_table(held_out, counted=len(cases))))
+        stdout_console().print(backtest_table(held_out, counted=len(cases)))
     if command.figure is not None:
         from paceline.reports.plots.backtest import plot_backtest
         from paceline.reports.plots.style import save_as

@@ -124,7 +124,6 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
         records_table,
         render_csv,
         render_markdown,
-        render_rich,
     )
     from paceline.reports.tables.with_predictions import with_predictions
 
@@ -146,7 +145,7 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
         if command.format == "markdown":
             sys.stdout.write(render_markdown(table))
         else:
-            stdout_console().print(render_rich(table))
+            stdout_console().print(table)
 
 
 def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:

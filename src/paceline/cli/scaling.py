@@ -200,12 +200,11 @@ def _fit(command: FitCommand) -> None:
             print_record(record)
     else:
         from paceline.reports.tables.scaling import methods_table, run_text, waste_table
-        from paceline.reports.tables.table import render_rich
 
         console = stdout_console()
-        console.print(render_rich(methods_table(found, decisions, command.level)))
+        console.print(methods_table(found, decisions, command.level))
         for decision in decisions:
-            console.print(render_rich(waste_table(decision)))
+            console.print(waste_table(decision))
             console.print(run_text(decision), soft_wrap=True)
         _print_findings(findings)
     if command.plots is not None:
@@ -258,7 +257,6 @@ def _print_findings(findings: "Sequence[Finding]") -> None:
 
 def _design(command: DesignCommand) -> None:
     from paceline.reports.tables.scaling import runs_table
-    from paceline.reports.tables.table import render_rich
     from paceline.scaling.records import NORMAL_90, design_record
 
     records, belief = _proposed(command) if command.service is None else _bought(command)
@@ -267,7 +265,7 @@ def _design(command: DesignCommand) -> None:
             print_record(record)
         return
     console = stdout_console()
-    console.print(render_rich(runs_table(records)))
+    console.print(runs_table(records))
     size = float(belief.surface.optimal_parameters(command.target))
     factor = math.exp(NORMAL_90 * belief.log_size_deviation(command.target))
     known_as = "best N" if command.service is not None else "expected N"

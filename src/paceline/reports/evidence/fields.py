@@ -56,15 +56,16 @@ def describe_fields(fields: dict[str, CaseValue]) -> str:
 
 
 def describe_case(record: Record, varying: Sequence[str], separator: str = ", ") -> str:
-    """Names a record by what varies."""
-    if not varying:
-        return str(record.case.get("model") or record.case.get("operation") or record.kind)
-    return separator.join(
-        str(record.case.get(field))
+    """Names a record by what varies and applies to it."""
+    case = record.case
+    parts = [
+        str(case[field])
         if field in ("model", "precision", "phase", "operation")
-        else f"{field_label(field)} {field_text(field, record.case.get(field))}"
+        else f"{field_label(field)} {field_text(field, case.get(field))}"
         for field in varying
-    )
+        if case.get(field) is not None or field == LINK_RATE
+    ]
+    return separator.join(parts) or str(case.get("model") or case.get("operation") or record.kind)
 
 
 def strategy_text(record: Record) -> str:

@@ -16,7 +16,7 @@ from paceline.reports.evidence.provenance import machine_of, moment_of, same_run
 from paceline.traces.records import ALL_OPERATORS
 
 _NUM_SEPARATORS = 5
-"""Between the six parts of a subject: model, batch, context, format, attention, phase."""
+"""Between the six parts of a subject: model, batch, context, precision, attention, phase."""
 _PHASES = (", forward", ", train")
 _ROUNDING = 0.01
 
@@ -28,7 +28,7 @@ class ProfileRun:
     subject: str
     operators: tuple[Record, ...]
     expected: tuple[Record, ...]
-    """The operations of products by the formula."""
+    """The matmul FLOPs of the formula."""
     steps: tuple[Record, ...]
     """The traced steps as a whole."""
     memory: Record | None

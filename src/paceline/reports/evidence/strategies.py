@@ -27,7 +27,7 @@ def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
 
 
 def has_peers(record: Record) -> bool:
-    """Returns whether there is anybody to send to: one rank alone tells nothing of that."""
+    """Returns whether there is anybody to send to: a single rank sends nothing."""
     return case_number(record, "world_size") > 1
 
 

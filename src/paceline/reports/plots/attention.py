@@ -1,7 +1,7 @@
 """Pictures of attention by sequence length, on log axes.
 
 One implementation is drawn as one picture, a line for each case; several are compared in panels,
-one for each width and format, in which an implementation always has the same colour.
+one for each head dim and dtype, in which an implementation always has the same colour.
 """
 
 import dataclasses
@@ -182,7 +182,7 @@ def _split_panels(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _num_columns(records: Sequence[Record], num_panels: int) -> int:
-    """Returns a column for each width, so that formats are rows; else one for each panel."""
+    """Returns a column for each head dim, so that dtypes are rows; else one for each panel."""
     num_widths = len({record.case["head_dim"] for record in records})
     return min(_MOST_COLUMNS, num_widths if num_widths > 1 else num_panels)
 

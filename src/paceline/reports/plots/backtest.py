@@ -24,12 +24,12 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
     figure = blank_figure("Step time: predicted against measured", (7.2, 6.4))
     axes = figure.subplots()
     axes.set_title(summary_text(held_out[:counted]), fontsize="x-small", color=GRAY, wrap=True)
-    places: dict[str, list[HeldOutPrediction]] = {}
+    groups: dict[str, list[HeldOutPrediction]] = {}
     for each in held_out:
         labels = each.case.labels
         ranks = f"{labels['ranks']} rank{'' if labels['ranks'] == '1' else 's'}"
-        places.setdefault(f"{ranks}, {labels['link']}", []).append(each)
-    for index, (place, group) in enumerate(places.items()):
+        groups.setdefault(f"{ranks}, {labels['link']}", []).append(each)
+    for index, (name, group) in enumerate(groups.items()):
         predicted = [each.predicted for each in group]
         axes.errorbar(
             [each.case.measured_s for each in group],
@@ -44,7 +44,7 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
             markersize=4,
             linewidth=0,
             elinewidth=0.7,
-            label=f"{place} ({len(group)})",
+            label=f"{name} ({len(group)})",
         )
     everything = [each.case.measured_s for each in held_out]
     ends = [0.8 * min(everything), 1.25 * max(everything)]

@@ -1,4 +1,4 @@
-"""Throughput of collectives by message size, beside what the line could carry."""
+"""Throughput of collectives by message size, beside what the link could carry."""
 
 from collections.abc import Sequence
 
@@ -40,18 +40,18 @@ def plot_communication(records: Sequence[Record]) -> Figure:
             ms=4,
         )
         case = chosen[0].case
-        line = find_link(case)
+        link = find_link(case)
         factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
-        has_line_rate = has_line_rate or line is not None
-        # One rank sends nothing, so that no line limits it.
-        if line is not None and factor > 0:
-            ceiling = line.bytes_per_s / factor / GB
+        has_line_rate = has_line_rate or link is not None
+        # One rank sends nothing, so that no link limits it.
+        if link is not None and factor > 0:
+            ceiling = link.bytes_per_s / factor / GB
             axes.plot(
                 [sizes[0], sizes[-1]], [ceiling] * 2, "--", color=color, label=f"{name}: line rate"
             )
     if not has_line_rate:
-        alone = all(is_loopback(record.case) for record in records)
-        reason = "loopback: no line rate" if alone else "no line rate is known"
+        all_loopback = all(is_loopback(record.case) for record in records)
+        reason = "loopback: no line rate" if all_loopback else "no line rate is known"
         axes.text(
             0.02,
             0.98,

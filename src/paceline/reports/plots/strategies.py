@@ -55,7 +55,7 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
         and record.metrics
         and isinstance(record.case["bucket_size_mb"], int | float)
     ]
-    # A store may hold other predictions of the same steps, of their time alone.
+    # A store may hold other predictions of the same steps, of nothing but their time.
     predicted = [
         record for record in records if record.kind == PREDICTION and _EXPOSED in record.metrics
     ]

@@ -11,17 +11,17 @@ _VARIANTS = ("mask", "lengths", "group", "triton")
 
 
 def implementations_table(records: Sequence[Record]) -> Table:
-    """Returns a row per width, format and length, with each implementation's times and peak."""
+    """Returns a row per dtype, head dim and length, with each implementation's times and peak."""
     names = [
         name
         for name in dict.fromkeys(str(record.case["implementation"]) for record in records)
         if any(record.metrics and record.case["implementation"] == name for record in records)
     ]
-    places: dict[tuple[CaseValue, ...], dict[str, Record]] = {}
+    groups: dict[tuple[CaseValue, ...], dict[str, Record]] = {}
     for record in records:
         case = record.case
-        place = (case["dtype"], case["head_dim"], case["context"])
-        places.setdefault(place, {})[str(case["implementation"])] = record
+        key = (case["dtype"], case["head_dim"], case["context"])
+        groups.setdefault(key, {})[str(case["implementation"])] = record
     shared, _varying = split_fields(records)
     return Table(
         headers=(
@@ -31,11 +31,11 @@ def implementations_table(records: Sequence[Record]) -> Table:
         ),
         rows=tuple(
             (
-                *(str(value) for value in place),
+                *(str(value) for value in key),
                 *(_times(found.get(name)) for name in names),
                 *(_peak(found.get(name)) for name in names),
             )
-            for place, found in sorted(places.items(), key=_longest_last)
+            for key, found in sorted(groups.items(), key=_longest_last)
         ),
         caption=describe_fields(shared),
         notes=tuple(dict.fromkeys(record.reason for record in records if record.reason)),
@@ -43,9 +43,9 @@ def implementations_table(records: Sequence[Record]) -> Table:
 
 
 def _longest_last(
-    place_and_records: tuple[tuple[CaseValue, ...], dict[str, Record]],
+    key_and_records: tuple[tuple[CaseValue, ...], dict[str, Record]],
 ) -> tuple[str, float, float]:
-    (dtype, _head_dim, _context), found = place_and_records
+    (dtype, _head_dim, _context), found = key_and_records
     first = next(iter(found.values()))
     return str(dtype), case_number(first, "head_dim"), case_number(first, "context")
 
@@ -70,15 +70,15 @@ def _peak(record: Record | None) -> str:
 
 def kernels_table(records: Sequence[Record]) -> Table:
     """Returns a row per kernel and architecture: ranges over masks, lengths, groups, compilers."""
-    places: dict[tuple[CaseValue, ...], list[Record]] = {}
+    groups: dict[tuple[CaseValue, ...], list[Record]] = {}
     for record in records:
         case = record.case
         blocks = "x".join(str(case[name] or "-") for name in ("block_queries", "block_keys"))
-        place = (
+        key = (
             *(case["architecture"], case["head_dim"], case["kernel"], blocks),
             *(case["num_warps"], case["num_stages"]),
         )
-        places.setdefault(place, []).append(record)
+        groups.setdefault(key, []).append(record)
     _shared, varying = split_fields(records)
     return Table(
         headers=(
@@ -87,8 +87,7 @@ def kernels_table(records: Sequence[Record]) -> Table:
             *("FLOPs/B at worst", "at best", "ceiling at worst"),
         ),
         rows=tuple(
-            (*(str(value) for value in place), *_kernel_cells(found))
-            for place, found in places.items()
+            (*(str(value) for value in key), *_kernel_cells(found)) for key, found in groups.items()
         ),
         caption=", ".join(
             f"{field} {' and '.join(str(value) for value in _values(records, field))}"

@@ -22,12 +22,8 @@ class Column:
     """Shown even where no record has a value."""
 
 
-def _milliseconds(metrics: Sequence[Metric]) -> str:
-    (metric,) = metrics
-    # One sample has no spread, and a spread of zero would claim that it was exact.
-    known = metric.std is not None and len(metric.samples) > 1
-    spread = f" ± {three_digits((metric.std or 0.0) * 1e3)}" if known else ""
-    return f"{three_digits(metric.value * 1e3)}{spread}"
+UNSTEADY = "(!)"
+"""Behind a time whose samples deviate by more than the time itself."""
 
 
 def three_digits(value: float) -> str:
@@ -36,17 +32,16 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(0, min(digits, 4))}f}"
 
 
-def _largest_bytes(metrics: Sequence[Metric]) -> str:
-    return format_binary_bytes(max(metric.value for metric in metrics))
+def _in_milliseconds(seconds: float) -> str:
+    return three_digits(seconds * 1e3)
 
 
-def _percentages(metrics: Sequence[Metric]) -> str:
-    return " / ".join(f"{metric.value:.1%}" for metric in metrics)
-
-
-def _ratio(metrics: Sequence[Metric]) -> str:
-    (metric,) = metrics
-    return _with_interval(metric, lambda value: f"{value:.3f}")
+def _with_deviation(metric: Metric) -> str:
+    # One sample has no spread, and a spread of zero would claim that it was exact.
+    if metric.std is None or len(metric.samples) < 2:
+        return _in_milliseconds(metric.value)
+    text = f"{_in_milliseconds(metric.value)} ± {_in_milliseconds(metric.std)}"
+    return f"{text} {UNSTEADY}" if metric.std > metric.value else text
 
 
 def _with_interval(metric: Metric, write: Callable[[float], str]) -> str:
@@ -55,31 +50,29 @@ def _with_interval(metric: Metric, write: Callable[[float], str]) -> str:
     return f"{write(metric.value)} ({write(metric.low)} to {write(metric.high)})"
 
 
-def _rate_column(header: str, metric: str) -> Column:
+def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:
+    """Shows a metric, with its interval where it has one."""
     return Column(
         header=header,
         metrics=(metric,),
-        format=lambda metrics: format_decimal(metrics[0].value, "B/s"),
+        format=lambda metrics: _with_interval(metrics[0], write),
     )
-
-
-def _flops_column(metric: str) -> Column:
-    return Column(
-        header="FLOP/s",
-        metrics=(metric,),
-        format=lambda metrics: format_decimal(metrics[0].value, ""),
-    )
-
-
-def _time_column(name: str) -> Column:
-    return Column(header=f"{name} (ms)", metrics=(f"{name}_time_s",), format=_milliseconds)
 
 
 def _number_column(header: str, metric: str, digits: str, *, unit: str = "") -> Column:
+    return _column(header, metric, lambda value: f"{value:{digits}}{unit}")
+
+
+def _decimal_column(header: str, metric: str, unit: str = "") -> Column:
+    return _column(header, metric, lambda value: format_decimal(value, unit))
+
+
+def _time_column(name: str, metric: str = "") -> Column:
+    """Shows a time in milliseconds, with the deviation of its samples."""
     return Column(
-        header=header,
-        metrics=(metric,),
-        format=lambda metrics: f"{metrics[0].value:{digits}}{unit}",
+        header=f"{name} (ms)",
+        metrics=(metric or f"{name}_time_s",),
+        format=lambda metrics: _with_deviation(metrics[0]),
     )
 
 
@@ -87,64 +80,55 @@ def _sum_column(header: str, *metrics: str) -> Column:
     return Column(
         header=f"{header} (ms)",
         metrics=metrics,
-        format=lambda present: three_digits(sum(metric.value for metric in present) * 1e3),
+        format=lambda present: _in_milliseconds(sum(metric.value for metric in present)),
     )
 
 
 def _bytes_column(header: str, *metrics: str) -> Column:
-    return Column(header=header, metrics=metrics, format=_largest_bytes)
+    """Shows the largest of several sizes."""
+    return Column(
+        header=header,
+        metrics=metrics,
+        format=lambda present: format_binary_bytes(max(metric.value for metric in present)),
+    )
+
+
+def _bytes_columns(names: Sequence[str], metric: str, header: str = "{}") -> tuple[Column, ...]:
+    """Shows a size of each name; `{}` in the metric and in the header stands for the name."""
+    return tuple(
+        _bytes_column(header.format(name.replace("_", " ")), metric.format(name)) for name in names
+    )
 
 
 # Where a step went: the first columns add up to it.
-_STEP_PARTS = (
-    *(
-        Column(header=f"{header} (ms)", metrics=(metric,), format=_milliseconds)
-        for header, metric in (
-            ("compute", "compute_s"),
-            ("contention", "contention_s"),
-            ("exposed", "exposed_communication_s"),
-            ("idle", "idle_s"),
-            ("step", "step_time_s"),
-            ("hidden", "overlapped_communication_s"),
-            ("exposed, as reported", "reported_exposed_s"),
-        )
-    ),
+_STEP_PARTS = tuple(
+    _time_column(name, metric)
+    for name, metric in (
+        ("compute", "compute_s"),
+        ("contention", "contention_s"),
+        ("exposed", "exposed_communication_s"),
+        ("idle", "idle_s"),
+        ("step", "step_time_s"),
+        ("overlapped", "overlapped_communication_s"),
+        ("exposed, as reported", "reported_exposed_s"),
+    )
 )
-
-_INSTANTS = {
-    "after_init": "after init",
-    "before_step": "before step",
-    "after_step": "after step",
-}
-_PEAKS = tuple(
-    _bytes_column(header, f"peak_{instant}_bytes") for instant, header in _INSTANTS.items()
-)
-
+_INSTANTS = ("after_init", "before_step", "after_step")
 _COLLECTIVE_FIT = (
-    Column(
-        header="latency (ms)",
-        metrics=("latency_s",),
-        format=lambda metrics: _with_interval(metrics[0], lambda value: three_digits(value * 1e3)),
-    ),
-    Column(
-        header="bandwidth",
-        metrics=("algorithm_bandwidth_bytes_per_s",),
-        format=lambda metrics: _with_interval(
-            metrics[0], lambda value: format_decimal(value, "B/s")
-        ),
-    ),
-    Column(header="largest error", metrics=("max_relative_error",), format=_percentages),
+    _column("latency (ms)", "latency_s", _in_milliseconds),
+    _decimal_column("bandwidth", "algorithm_bandwidth_bytes_per_s", "B/s"),
+    _number_column("largest error", "max_relative_error", ".1%"),
 )
 
 COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
     ("step", "time"): (
         *(_time_column(name) for name in ("forward", "backward", "optimizer", "step")),
         _number_column("tokens/s", "tokens_per_s", ",.0f"),
-        _flops_column("model_flops_per_s"),
+        _decimal_column("FLOP/s", "model_flops_per_s"),
         Column(
             header="MFU / causal",
             metrics=("model_flops_utilization", "model_flops_utilization_causal"),
-            format=_percentages,
+            format=lambda metrics: " / ".join(f"{metric.value:.1%}" for metric in metrics),
             always=True,
         ),
         _bytes_column("peak", "peak_before_optimizer_bytes", "peak_after_optimizer_bytes"),
@@ -159,7 +143,7 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
     ),
     ("attention", "time"): (
         *(_time_column(name) for name in ("forward", "backward", "both")),
-        _flops_column("flops_per_s"),
+        _decimal_column("FLOP/s", "flops_per_s"),
         _bytes_column("saved for backward", "saved_for_backward_bytes"),
         _bytes_column("peak", "peak_bytes"),
     ),
@@ -174,40 +158,34 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _number_column("ceiling at worst", "worst_ceiling", ".0%"),
     ),
     ("comparison", "time"): (
-        Column(header="forward ratio", metrics=("forward_ratio",), format=_ratio),
-        Column(header="backward ratio", metrics=("backward_ratio",), format=_ratio),
-        Column(header="time ratio", metrics=("time_ratio",), format=_ratio),
+        _number_column("forward ratio", "forward_ratio", ".3f"),
+        _number_column("backward ratio", "backward_ratio", ".3f"),
+        _number_column("time ratio", "time_ratio", ".3f"),
     ),
     ("ddp", "time"): (
         _time_column("step"),
-        Column(header="ratio", metrics=("step_time_ratio",), format=_ratio),
+        _number_column("ratio", "step_time_ratio", ".3f"),
         *(_time_column(name) for name in ("forward", "backward")),
-        Column(header="exposed (ms)", metrics=("exposed_communication_s",), format=_milliseconds),
-        Column(header="alone (ms)", metrics=("communication_s",), format=_milliseconds),
-        _number_column("messages", "num_messages", ".0f"),
-        _number_column("chosen", "chosen_bucket_size_mb", "g", unit=" MiB"),
+        _time_column("exposed", "exposed_communication_s"),
+        _time_column("communication time", "communication_s"),
+        _number_column("collectives", "num_messages", ".0f"),
+        _number_column("chosen bucket size", "chosen_bucket_size_mb", "g", unit=" MiB"),
     ),
     ("optimizer", "time"): (
         _time_column("step"),
         _time_column("optimizer"),
-        *_PEAKS,
-        *(
-            _bytes_column(name.replace("_", " "), f"before_step_{name}_bytes")
-            for name in ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+        *_bytes_columns(_INSTANTS, "peak_{}_bytes"),
+        *_bytes_columns(
+            ("parameters", "gradients", "optimizer_state", "buffers", "activations"),
+            "before_step_{}_bytes",
         ),
         _bytes_column("predicted", "predicted_peak_before_step_bytes"),
         _number_column("error", "peak_before_step_bytes_error", "+.2%"),
     ),
     ("optimizer", "memory"): (
-        *_PEAKS,
-        *(
-            _bytes_column(f"predicted {header}", f"predicted_peak_{instant}_bytes")
-            for instant, header in _INSTANTS.items()
-        ),
-        *(
-            _bytes_column(f"resident {header}", f"resident_peak_{instant}_bytes")
-            for instant, header in _INSTANTS.items()
-        ),
+        *_bytes_columns(_INSTANTS, "peak_{}_bytes"),
+        *_bytes_columns(_INSTANTS, "predicted_peak_{}_bytes", "predicted {}"),
+        *_bytes_columns(_INSTANTS, "resident_peak_{}_bytes", "resident {}"),
     ),
     ("timeline", "time"): _STEP_PARTS,
     ("trace_step", "time"): _STEP_PARTS,
@@ -217,63 +195,50 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
     ),
     ("memory_timeline", "time"): (
         _bytes_column("peak", "peak_bytes"),
-        *(
-            _bytes_column(f"{name.replace('_', ' ')} then", f"{name}_at_peak_bytes")
-            for name in ("parameters", "optimizer_state", "gradients", "activations", "temporary")
+        *_bytes_columns(
+            ("parameters", "optimizer_state", "gradients", "activations", "temporary"),
+            "{}_at_peak_bytes",
+            "{} then",
         ),
     ),
     ("trace_analysis", "time"): (
         _number_column("time (s)", "time_s", ".1f"),
-        _rate_column("speed", "bytes_per_s"),
+        _decimal_column("speed", "bytes_per_s", "B/s"),
         _bytes_column("resident peak", "resident_peak_bytes"),
         _number_column("events", "num_events", ",.0f"),
     ),
     ("operator", "time"): (
-        Column(header="own time (ms)", metrics=("own_time_s",), format=_milliseconds),
-        Column(header="share", metrics=("share",), format=_percentages),
+        _time_column("own time", "own_time_s"),
+        _number_column("share", "share", ".1%"),
         _number_column("calls", "num_calls", ".4g"),
-        Column(
-            header="matmul FLOPs",
-            metrics=("flops",),
-            format=lambda metrics: format_decimal(metrics[0].value, ""),
-        ),
+        _decimal_column("matmul FLOPs", "flops"),
     ),
     ("ddp", "memory"): (
         _bytes_column("gradients", "gradient_bytes"),
         _bytes_column("peak before optimizer", "peak_before_optimizer_bytes"),
     ),
     ("comm", "time"): (
-        Column(header="time (ms)", metrics=("time_s",), format=_milliseconds),
-        _rate_column("algorithm bandwidth", "algorithm_bandwidth_bytes_per_s"),
-        _rate_column("bus bandwidth", "bus_bandwidth_bytes_per_s"),
+        _time_column("time", "time_s"),
+        _decimal_column("algorithm bandwidth", "algorithm_bandwidth_bytes_per_s", "B/s"),
+        _decimal_column("bus bandwidth", "bus_bandwidth_bytes_per_s", "B/s"),
     ),
     ("collective_fit", "time"): _COLLECTIVE_FIT,
     ("attempt", "time"): (_number_column("time (s)", "time_s", ".1f"),),
     ("environment", "time"): (_time_column("all_reduce"),),
     ("calibration", "time"): (
         *(_time_column(name) for name in ("forward", "backward")),
-        Column(
-            header="per number (ns)",
-            metrics=("element_time_s",),
-            format=lambda metrics: three_digits(metrics[0].value * 1e9),
-        ),
+        _column("per element (ns)", "element_time_s", lambda seconds: three_digits(seconds * 1e9)),
         *_COLLECTIVE_FIT,
-        Column(
-            header="computing loses (ms/MB)",
-            metrics=("lost_s_per_byte",),
-            format=lambda metrics: three_digits(metrics[0].value * 1e3 * MB),
+        _column(
+            "compute lost (ms/MB)",
+            "lost_s_per_byte",
+            lambda seconds: three_digits(seconds * 1e3 * MB),
         ),
-        _number_column("messages slow down", "slowdown", ".2f"),
+        _number_column("communication slowdown", "slowdown", ".2f"),
     ),
     ("prediction", "time"): (
-        Column(
-            header="step (ms)",
-            metrics=("step_time_s",),
-            format=lambda metrics: _with_interval(
-                metrics[0], lambda value: three_digits(value * 1e3)
-            ),
-        ),
-        _sum_column("computing", "matmul_s", "attention_s", "elementwise_s", "launch_s"),
+        _column("step (ms)", "step_time_s", _in_milliseconds),
+        _sum_column("compute", "matmul_s", "attention_s", "elementwise_s", "launch_s"),
         _sum_column("optimizer", "optimizer_s", "bucket_copy_s"),
         _sum_column("contention", "contention_s"),
         _sum_column("exposed", "exposed_s"),

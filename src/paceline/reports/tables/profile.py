@@ -91,9 +91,9 @@ def attention_table(records: Sequence[Record], subject: str) -> Table:
 
 
 def flops_table(records: Sequence[Record]) -> Table:
-    """Returns traced operations of matrix products beside what the formula expects.
+    """Returns traced FLOPs of matmuls beside what the formula expects.
 
-    Phases whose operations the trace does not tell are left out, as those of a GPU's kernels.
+    Phases whose FLOPs the trace does not tell are left out, as those of a GPU's kernels.
     """
     measured = {join_key(record): record for record in records if record.kind == "operator"}
     rows = []
@@ -116,12 +116,12 @@ def flops_table(records: Sequence[Record]) -> Table:
     return Table(
         headers=("step", "phase", "traced", "formula", "ratio"),
         rows=tuple(rows),
-        caption="FLOPs of matrix products in one step",
+        caption="matmul FLOPs of one step",
     )
 
 
 def memory_table(records: Sequence[Record]) -> Table:
-    """Returns the peak of each step by category, beside the least that the formulas allow."""
+    """Returns the peak of each step by category, beside the lower bound of the formulas."""
     expected = {
         join_key(record): record
         for record in records
@@ -145,7 +145,7 @@ def memory_table(records: Sequence[Record]) -> Table:
         headers=(
             *("phase", "context", "precision", "peak"),
             *(name.replace("_", " ") for name in categories),
-            "least possible",
+            "lower bound",
         ),
         rows=tuple(rows),
         caption="memory of one step at its peak",

@@ -7,8 +7,10 @@ CSV is flat and raw: every case field, and value and deviation of every metric.
 import csv
 import dataclasses
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
 
 from paceline.core.errors import UsageError
 from paceline.records import Metric, Record
@@ -20,12 +22,13 @@ from paceline.reports.evidence.fields import (
     single_kind,
     split_fields,
 )
-from paceline.reports.tables.columns import COLUMNS, Column, View
+from paceline.reports.tables.columns import COLUMNS, UNSTEADY, Column, View
+from paceline.reports.tables.terminal import NOT_APPLICABLE, fit_columns
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
-_NOT_APPLICABLE = "n/a"
+_UNSTEADY_NOTE = (
+    f"{UNSTEADY} The samples deviate by more than the time itself: take more of them, after more "
+    "warm-up, on a quieter machine."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,14 @@ class Table:
     caption: str
     notes: tuple[str, ...] = ()
     """Why cases have no numbers, or numbers that are hard to believe."""
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Writes the table as wide as the terminal allows."""
+        yield Text(self.caption)
+        yield from fit_columns(self.headers, self.rows, options.max_width)
+        yield from (Text(note) for note in self.notes)
 
 
 def records_table(records: Sequence[Record], view: View = "time") -> Table:
@@ -65,7 +76,10 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
         ),
         rows=rows,
         caption=describe_fields(shared),
-        notes=tuple(note for record in records for note in _notes(record, varying)),
+        notes=(
+            *(note for record in records for note in _notes(record, varying)),
+            *((_UNSTEADY_NOTE,) if any(UNSTEADY in cell for row in rows for cell in row) else ()),
+        ),
     )
 
 
@@ -87,7 +101,7 @@ def _metric_texts(record: Record, columns: Sequence[Column]) -> list[str]:
     texts = []
     for column in columns:
         present = [record.metrics[name] for name in column.metrics if name in record.metrics]
-        texts.append(column.format(present) if present else _NOT_APPLICABLE)
+        texts.append(column.format(present) if present else NOT_APPLICABLE)
     return texts
 
 
@@ -106,21 +120,6 @@ def render_markdown(table: Table) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def render_rich(table: Table) -> "Group":
-    """Renders a table for a terminal."""
-    from rich.box import SIMPLE
-    from rich.console import Group
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    rendered = RichTable(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for header in table.headers:
-        rendered.add_column(Text(header), overflow="fold")
-    for row in table.rows:
-        rendered.add_row(*(Text(cell) for cell in row))
-    return Group(Text(table.caption), rendered, *(Text(note) for note in table.notes))
 
 
 def render_csv(records: Sequence[Record]) -> str:

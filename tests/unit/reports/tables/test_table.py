@@ -1,11 +1,16 @@
 import csv
 import io
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from paceline.core import UsageError
-from paceline.reports.tables.table import records_table, render_csv, render_markdown, render_rich
+from paceline.records import Metric
+from paceline.reports.tables.table import Table, records_table, render_csv, render_markdown
 from tests.unit.reports.factory import attention_record, step_record
 
 
@@ -71,11 +76,67 @@ def test_csv_is_complete_and_raw() -> None:
     )
 
 
+def _printed(table: Table, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
 def test_markup_in_a_record_is_text_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), width=200)
     records = [step_record(model="[red]x"), step_record(model="y")]
-    console.print(render_rich(records_table(records)))
-    assert "[red]x" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert any("[red]x" in line for line in _printed(records_table(records), 200))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), *[st.sampled_from(["n/a", "15.3 ± 1.5", "torch_ddp"])] * 7),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda row: row[0],
+    ),
+    st.integers(24, 120),
+)
+def test_a_terminal_shows_every_figure_whole_and_in_its_row(
+    cells: list[tuple[Any, ...]], width: int
+) -> None:
+    rows = tuple(tuple(map(str, row)) for row in cells)
+    headers = ("case", *(f"quantity{index} (ms)" for index in range(7)))
+    lines = _printed(Table(headers=headers, rows=rows, caption=""), width)
+    assert max(map(len, lines)) <= width
+    for row in rows:
+        told = " ".join(line for line in lines if line.split()[:1] == [row[0]])
+        for figure in ("15.3 ± 1.5", "torch_ddp"):
+            assert told.count(figure) == row.count(figure)
+
+
+def test_rows_of_other_columns_are_tables_of_their_own_where_keys_leave_no_room() -> None:
+    headers = ("quantity", *(f"dimension{index}" for index in range(8)), "time (ms)")
+    rows = (
+        ("linear", "256", "512", *("n/a",) * 5, "64", "1.35 ± 0.23"),
+        ("linear", "256", "512", *("n/a",) * 5, "65", "5.01 ± 0.64"),
+        ("call", *("n/a",) * 7, "66", "0.70 ± 0.07"),
+    )
+    lines = _printed(Table(headers=headers, rows=rows, caption=""), 60)
+    assert [line.split() for line in lines if "linear" in line or "call" in line] == [
+        ["linear", "256", "512", "64", "1.35", "±", "0.23"],
+        ["linear", "256", "512", "65", "5.01", "±", "0.64"],
+        ["call", "66", "0.70", "±", "0.07"],
+    ]
+    narrow = " ".join(_printed(Table(headers=headers, rows=rows, caption=""), 14))
+    assert "time (ms): 1.35" in " ".join(narrow.split())
+    assert "n/a" not in narrow
+
+
+def test_a_spread_beyond_the_value_is_marked() -> None:
+    steady, unsteady = step_record(), step_record(model="xl")
+    samples = Metric.from_samples([0.001, 0.002, 0.9])
+    unsteady = msgspec.structs.replace(
+        unsteady, metrics={**unsteady.metrics, "step_time_s": samples}
+    )
+    table = records_table([steady, unsteady])
+    column = table.headers.index("step (ms)")
+    assert [row[column] for row in table.rows] == ["100 ± 15.3", "2.00 ± 519 (!)"]
+    assert [note[:3] for note in table.notes] == ["(!)"]
 
 
 def test_one_table_has_one_kind() -> None:
