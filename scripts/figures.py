@@ -21,7 +21,7 @@ from paceline.accounting.goodput import (
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
-from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_held_out
+from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_others
 from paceline.prediction.records import backtest_cases
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
@@ -254,7 +254,7 @@ def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
         backtest_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
         for name in ("step-backtest", "step-backtest-4-ranks")
     )
-    return [*leave_one_out(counted), *predict_held_out(others, counted)], len(counted)
+    return [*leave_one_out(counted), *predict_others(others, counted)], len(counted)
 
 
 def draw_backtest() -> "Figure":

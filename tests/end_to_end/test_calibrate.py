@@ -38,11 +38,18 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
         PACELINE, "bench", "ddp", *batch, *strategies, *rounds, *store, "--json", cwd=tmp_path
     )
     assert [join_key(record) for record in predicted] == [join_key(record) for record in steps]
-    refused = subprocess.run(
-        [PACELINE, "plan", "backtest", "steps.jsonl"], cwd=tmp_path, capture_output=True, text=True
+    few = subprocess.run(
+        [PACELINE, "plan", "backtest", "steps.jsonl", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert refused.returncode == 2
-    assert "2 measured cases are too few" in refused.stderr
+    *cases, summary = map(json.loads, few.stdout.splitlines())
+    assert [case["predicted"]["value"] for case in cases] == [
+        record.metrics["step_time_s"].value for record in predicted
+    ]
+    assert (summary["num_cases"], summary["coverage"]) == (3, None)
 
 
 @pytest.mark.slow
@@ -61,6 +68,14 @@ def test_a_store_without_a_calibration_is_refused(tmp_path: pathlib.Path) -> Non
     )
     assert refused.returncode == 2
     assert "no calibration in it; run paceline calibrate" in refused.stderr
+    missing = subprocess.run(
+        [PACELINE, "plan", "step", "--calibration", "nowhere.jsonl"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert missing.returncode == 2
+    assert "paceline calibrate --store nowhere.jsonl makes one" in missing.stderr
 
 
 def test_the_committed_backtest_keeps_what_the_docs_say(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -208,6 +209,10 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     assert [json.loads(line)["question"][:3] for line in lines] == ["(a)", "(b)", "(c)", "(d)"]
     memory = ["--model", "large", "--strategy", "sharded", "--device", "h100-sxm"]
     (line,) = paceline("plan", "memory", *memory, "--json", cwd=tmp_path).stdout.splitlines()
+    verdict, *_ = paceline(
+        *("plan", "memory", "--num-layers", "2", "--device", "rtx-3090"), cwd=tmp_path
+    ).stdout.splitlines()
+    assert re.match(r"fits: \d\.\d of 22\.4 GiB \(NVIDIA GeForce RTX 3090", verdict)
     assert json.loads(line)["values"]["fewest_ranks"] == 1
     overhead = ["--size", "100MB", "--bandwidth", "1GB/s", "--latency", "1ms"]
     (line,) = paceline("plan", "overhead", *overhead, "--json", cwd=tmp_path).stdout.splitlines()
@@ -233,6 +238,9 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
         (["lab", "run", "--rate", "fast", "--", "true"], 2, "write it like 2gbit"),
         (["plan", "account", "--model", "small"], 2, "such as xxl"),
         (["plan", "memory", "--device", "h100"], 2, "unknown hardware 'h100'"),
+        (["plan", "memory", "--device", "h200"], 2, "did you mean 'h200-sxm'?"),
+        (["plan", "memory", "--strategy", "zero2"], 2, "did you mean 'sharded' (ZeRO-2)?"),
+        (["bench", "ddp", "--strategies", "zero-3"], 2, "did you mean 'fully_sharded' (ZeRO-3)?"),
         (["plan", "overhead", *LINK, "--latency", "0s"], 2, "--latency must be positive"),
         (["plan", "overhead", *LINK, "--latency", "1"], 2, "write it like 5ms"),
         (

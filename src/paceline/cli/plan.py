@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions, require_figure
+from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
+from paceline.cli.output import Flat, OutputOptions, require_figure
 from paceline.cli.plan_step import BacktestCommand, PlanStepCommand, run_backtest, run_step
-from paceline.core.device_table import find_device
+from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
-from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, StrategyName
+from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 class AccountCommand:
     """Answer the courses' communication accounting, in both conventions."""
 
-    model: str = "xxl"
+    model: ModelName = "xxl"
     """A preset of plain feed-forward blocks."""
-    output: OutputOptions
+    output: Flat[OutputOptions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverheadCommand:
-    """Say what communication adds to a data-parallel step, and the best size of buckets."""
+    """Predict what communication adds to a data-parallel step, and the best bucket size."""
 
     size: str
     """Bytes of all gradients, such as 135MB."""
@@ -44,7 +45,7 @@ class OverheadCommand:
     """Time of an all-reduce of few bytes, such as 1ms or 20us."""
     backward_s: float | None = None
     """Seconds of backward; by default as long as communication takes."""
-    output: OutputOptions
+    output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if not parse_seconds(self.latency, "latency") > 0:
@@ -55,12 +56,12 @@ class OverheadCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryCommand:
-    """Say what one rank holds in a training step, and how many devices that takes."""
+    """Predict the memory of a training step, and whether it fits a device."""
 
-    model: str = "small"
+    model: ModelName = "small"
     """A preset."""
-    strategy: StrategyName = "torch_ddp"
-    """What keeps ranks equal, as in bench ddp."""
+    strategy: StrategyChoice = "torch_ddp"
+    """Data-parallel strategy, as in bench ddp."""
     world_size: int = 2
     """Ranks."""
     batch: int = 4
@@ -70,16 +71,17 @@ class MemoryCommand:
     attention: Literal["sdpa", "naive"] = "sdpa"
     """Whether attention is fused, or stores all its scores."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The sixteen-bit formats are autocast over float32 weights."""
+    """dtype to compute in; bfloat16 and float16 are autocast over float32 weights."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
-    """Bucket size in MiB, for strategies that send buckets to owners."""
-    device: str | None = None
-    """A device of the hardware table whose memory it must fit."""
+    """Bucket size in MiB, for strategies that reduce-scatter buckets."""
+    device: Annotated[str, listed(device.name for device in known_devices())] | None = None
+    """A device whose memory the step must fit."""
     figure: pathlib.Path | None = None
     """Also draw it: a file that ends in .png or .svg."""
-    output: OutputOptions
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+    output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -131,11 +133,11 @@ def run(command: PlanCommand) -> int:
 
 def _explain_memory(question: MemoryCommand) -> "Explanation":
     """Tabulates and explains the memory of a step, and draws it where that is asked for."""
-    from paceline.accounting.memory.explain import StepPlan, explain_memory
+    from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
     from paceline.reports.tables.memory_plan import instants_text
 
-    shape = model_preset(question.model)
-    require_context(question.model, shape, question.context)
+    model, shape = question.shape.apply(question.model)
+    require_context(model, shape, question.context)
     plan = StepPlan(
         shape=shape,
         batch=BatchShape(num_sequences=question.batch, context_length=question.context),
@@ -151,12 +153,13 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
         from paceline.reports.plots.memory_plan import plot_memory_plan
         from paceline.reports.plots.style import save_as
 
-        title = (
-            f"{question.model} under {question.strategy}, fullest of {question.world_size} ranks"
-        )
+        title = f"{model} under {question.strategy}, fullest of {question.world_size} ranks"
         figure = plot_memory_plan(instants, title=title, device=device)
         save_as(figure, question.figure)
     if not question.output.json:
+        if device is not None:
+            verdict = str(fit_on_device(plan, question.world_size, device))
+            sys.stdout.write(verdict.replace("does_not_fit", "does not fit") + "\n\n")
         sys.stdout.write(instants_text(instants) + "\n\n")
     return explain_memory(plan, question.world_size, device=device)
 

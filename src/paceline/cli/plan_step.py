@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from paceline.cli.output import OutputOptions, keep_records, require_figure, stdout_console
+from paceline.benchmarks.harness.config import ModelName, StrategyChoice
+from paceline.cli.output import Flat, OutputOptions, keep_records, require_figure, stdout_console
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, require_context
@@ -26,11 +27,11 @@ class PlanStepCommand:
     """Predict the time of a training step from a calibration of the machine."""
 
     calibration: pathlib.Path
-    """Records of paceline calibrate; every place in them gets a prediction."""
-    model: tuple[str, ...] = ("bytes-34M",)
+    """Records of paceline calibrate; every topology in them gets a prediction."""
+    model: tuple[ModelName, ...] = ("bytes-34M",)
     """Presets."""
-    strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
-    """Strategies of paceline bench ddp; a rank alone has only none."""
+    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed", "sharded")
+    """Strategies of paceline bench ddp; with one rank, only none is valid."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
     batch: tuple[int, ...] = (4,)
@@ -41,8 +42,8 @@ class PlanStepCommand:
     """Records of earlier predictions and their measurements, which correct this one and give it
     an interval."""
     store: pathlib.Path | None = None
-    """JSON Lines file to append the predictions to, so that measurements can be laid beside."""
-    output: OutputOptions
+    """JSON Lines file to append the predictions to, for plan backtest."""
+    output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if not self.bucket_size_mb > 0:
@@ -51,7 +52,7 @@ class PlanStepCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestCommand:
-    """Compare predictions with measurements; each case is predicted by what the others teach."""
+    """Compare predictions with measurements: error of each case, corrected by the others."""
 
     records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     """Files with predictions of paceline plan step and records of paceline bench ddp."""
@@ -59,7 +60,7 @@ class BacktestCommand:
     """Files with further cases, which the first predict but which do not count in the summary."""
     figure: pathlib.Path | None = None
     """Also draw all cases: a file that ends in .png or .svg."""
-    output: OutputOptions
+    output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if not self.records:
@@ -68,7 +69,7 @@ class BacktestCommand:
 
 
 def run_step(command: PlanStepCommand) -> int:
-    """Predicts every case at every calibrated place."""
+    """Predicts every case on every calibrated topology."""
     from paceline.prediction.backtest import fit_correction
     from paceline.prediction.calibration_records import calibrations
     from paceline.prediction.records import predict_step
@@ -76,6 +77,11 @@ def run_step(command: PlanStepCommand) -> int:
     from paceline.records.environment import capture_environment
     from paceline.reports.tables.table import records_table
 
+    if not command.calibration.exists():
+        raise UsageError(
+            f"{command.calibration}: no such file; paceline calibrate --store "
+            f"{command.calibration} makes one"
+        )
     places = calibrations(RecordStore(command.calibration).read())
     if not places:
         raise UsageError(f"{command.calibration}: no calibration in it; run paceline calibrate")
@@ -113,13 +119,13 @@ def _cases(command: PlanStepCommand, world_size: int) -> "Iterator[PredictedCase
 
 def run_backtest(command: BacktestCommand) -> int:
     """Predicts every case by what the others teach."""
-    from paceline.prediction.backtest import leave_one_out, predict_held_out, summarize
+    from paceline.prediction.backtest import leave_one_out, predict_others, summarize
     from paceline.reports.tables.backtest import backtest_table
 
     cases = _read_cases(command.records)
     held_out = leave_one_out(cases)
     if command.holdout:
-        held_out += predict_held_out(_read_cases(command.holdout), cases)
+        held_out += predict_others(_read_cases(command.holdout), cases)
     if command.output.json:
         for each in held_out:
             sys.stdout.write(msgspec.json.encode(each).decode() + "\n")

@@ -15,7 +15,7 @@ Conventions, the same for all:
 
 from collections.abc import Mapping
 
-from paceline.core.errors import HardwareError
+from paceline.core.errors import HardwareError, did_you_mean
 from paceline.core.hardware import Device, Link, SourcedValue
 from paceline.core.specs import DType
 from paceline.core.units import GB
@@ -313,8 +313,8 @@ def find_device(name: str) -> Device:
     for device in known_devices():
         if name == device.name or name in device.reported_names:
             return device
-    known = ", ".join(device.name for device in known_devices())
+    names = [device.name for device in known_devices()]
     raise HardwareError(
         f"unknown hardware {name!r}: its peak and bandwidth are not in the table and are "
-        f"not guessed; known: {known}"
+        f"not guessed; {did_you_mean(name, names)}known: {', '.join(names)}"
     )

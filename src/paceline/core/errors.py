@@ -5,6 +5,9 @@ it into one line on stderr and its `exit_code`. Anything else that escapes is a 
 Paceline and keeps its traceback. A message names the culprit and says what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class PacelineError(Exception):
     """Base of all errors that are raised on purpose."""
@@ -28,3 +31,12 @@ class HardwareError(UsageError):
 
 class RecordError(PacelineError):
     """A record store that cannot be read or written, naming file, line and field."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a question that names the known names most like an unknown one; empty if none is."""
+    by_lower_case = {each.lower(): each for each in known}
+    close = [each for each in by_lower_case if each.startswith(f"{name.lower()}-")]
+    close = close or difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    names = " or ".join(repr(by_lower_case[each]) for each in close)
+    return f"did you mean {names}? " if names else ""

@@ -6,9 +6,7 @@ output layer are left out and a feed-forward layer is two plain matrices. bytes-
 Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1.
 """
 
-import difflib
-
-from paceline.core.errors import UsageError
+from paceline.core.errors import UsageError, did_you_mean
 from paceline.core.specs import ModelShape
 
 
@@ -105,7 +103,5 @@ def model_preset(name: str) -> ModelShape:
     """
     if name in _PRESETS:
         return _PRESETS[name]
-    by_lower_case = {known.lower(): known for known in _PRESETS}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    hint = f"did you mean {by_lower_case[close[0]]!r}? " if close else ""
+    hint = did_you_mean(name, _PRESETS)
     raise UsageError(f"unknown model {name!r}; {hint}known: {', '.join(_PRESETS)}")

@@ -1,8 +1,8 @@
 """The ways to keep ranks equal, by name."""
 
-from typing import Literal
+from typing import Literal, cast, get_args
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import UsageError, did_you_mean
 
 StrategyName = Literal[
     "none",
@@ -37,7 +37,7 @@ SHARDED_STATE: tuple[StrategyName, ...] = (
     "fully_sharded",
     "torch_fsdp2",
 )
-"""Those whose optimizer state is divided among the ranks."""
+"""Those that shard the optimizer state: ZeRO-1, 2 and 3."""
 
 SHARDED_GRADIENTS: tuple[StrategyName, ...] = (
     "sharded",
@@ -45,10 +45,20 @@ SHARDED_GRADIENTS: tuple[StrategyName, ...] = (
     "fully_sharded",
     "torch_fsdp2",
 )
-"""Those of them whose gradients are divided as well."""
+"""Those that shard gradients as well: ZeRO-2 and 3."""
 
 SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
-"""Those of them whose parameters are divided as well."""
+"""Those that shard parameters as well: ZeRO-3."""
+
+_ALIASES = {
+    "ddp": "'torch_ddp' or our 'bucketed'",
+    "zero1": "'sharded_optimizer' (ZeRO-1)",
+    "zero2": "'sharded' (ZeRO-2)",
+    "zero3": "'fully_sharded' (ZeRO-3)",
+    "fsdp": "'fully_sharded' or 'torch_fsdp2'",
+    "fsdp2": "'torch_fsdp2'",
+}
+"""What others call the strategies, for the hint to a name that is unknown."""
 
 BucketSize = float | Literal["auto"]
 """In MiB; auto lets the container choose, where it can."""
@@ -57,11 +67,21 @@ DEFAULT_BUCKET_SIZE_MB = 25.0
 """In MiB, as torch's."""
 
 
+def find_strategy(name: str) -> StrategyName:
+    """Returns a strategy; an unknown name is an error with the nearest one and all known."""
+    known: tuple[str, ...] = get_args(StrategyName)
+    if name in known:
+        return cast(StrategyName, name)
+    alias = _ALIASES.get(name.lower().replace("-", "").replace("_", ""))
+    hint = did_you_mean(name, known) if alias is None else f"did you mean {alias}? "
+    raise UsageError(f"unknown strategy {name!r}; {hint}known: {', '.join(known)}")
+
+
 def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> None:
     """Raises if float16 is asked of a strategy whose gradients a loss scaler cannot see."""
     blind = [name for name in strategies if name in SHARDED_GRADIENTS]
     if precision == "float16" and blind:
         raise UsageError(
-            f"--precision float16 scales the loss, which {blind[0]} cannot undo in divided "
+            f"--precision float16 scales the loss, which {blind[0]} cannot undo in sharded "
             "gradients; use bfloat16"
         )

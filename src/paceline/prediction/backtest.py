@@ -76,11 +76,10 @@ class HeldOutPrediction:
         return self.predicted.value / self.case.measured_s - 1
 
     @property
-    def is_covered(self) -> bool:
-        """Whether the interval holds what was measured."""
-        assert self.predicted.low is not None
-        assert self.predicted.high is not None
-        return self.predicted.low <= self.case.measured_s <= self.predicted.high
+    def is_covered(self) -> bool | None:
+        """Whether the interval holds what was measured; None where there is no interval."""
+        low, high = self.predicted.low, self.predicted.high
+        return None if low is None or high is None else low <= self.case.measured_s <= high
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +90,9 @@ class BacktestSummary:
     median_error: float
     """Of the absolute relative errors."""
     ninetieth_error: float
-    coverage: float
-    """Share of cases inside of their interval."""
-    median_width: float
+    coverage: float | None
+    """Share of cases inside of their interval; None where there are too few for one."""
+    median_width: float | None
     """Half of the interval, relative to the prediction."""
 
 
@@ -101,7 +100,7 @@ def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
     """Learns factors from cases, and an interval from how each is predicted by the others."""
     if len(cases) < FEWEST_CASES:
         raise UsageError(
-            f"{len(cases)} measured cases are too few to judge predictions by; "
+            f"{len(cases)} measured cases are too few for an interval; "
             f"measure at least {FEWEST_CASES} beside the one that is predicted"
         )
     rows = np.stack([_grouped(case.terms) / case.measured_s for case in cases])
@@ -119,11 +118,11 @@ def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
 
 
 def leave_one_out(cases: Sequence[BacktestCase]) -> list[HeldOutPrediction]:
-    """Predicts every case by what all others teach."""
+    """Predicts every case by what all others teach; with too few others, uncorrected."""
     return [
         prediction
         for index, case in enumerate(cases)
-        for prediction in predict_held_out([case], [*cases[:index], *cases[index + 1 :]])
+        for prediction in predict_others([case], [*cases[:index], *cases[index + 1 :]])
     ]
 
 
@@ -133,31 +132,44 @@ def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPr
     for value in dict.fromkeys(case.labels[label] for case in cases):
         held_out = [case for case in cases if case.labels[label] == value]
         others = [case for case in cases if case.labels[label] != value]
-        predictions += predict_held_out(held_out, others)
+        predictions += predict_others(held_out, others)
     return predictions
 
 
-def predict_held_out(
-    cases: Sequence[BacktestCase], others: Sequence[BacktestCase]
+def predict_others(
+    held_out: Sequence[BacktestCase], cases: Sequence[BacktestCase]
 ) -> list[HeldOutPrediction]:
-    """Predicts cases by what others teach."""
-    correction = fit_correction(others)
-    return [HeldOutPrediction(case=case, predicted=correction.apply(case.terms)) for case in cases]
+    """Predicts cases that are held out by what the cases teach.
+
+    With fewer than `FEWEST_CASES` they teach nothing: a prediction is the sum of its terms, without
+    an interval.
+    """
+    if len(cases) < FEWEST_CASES:
+        predicted = [Estimate(value=float(_grouped(case.terms).sum())) for case in held_out]
+    else:
+        correction = fit_correction(cases)
+        predicted = [correction.apply(case.terms) for case in held_out]
+    return [
+        HeldOutPrediction(case=case, predicted=estimate)
+        for case, estimate in zip(held_out, predicted, strict=True)
+    ]
 
 
 def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
     """Returns error and coverage over all predictions."""
     errors = np.abs([each.error for each in held_out])
+    covered = [each.is_covered for each in held_out if each.is_covered is not None]
     widths = [
-        ((each.predicted.high or 0.0) - (each.predicted.low or 0.0)) / (2 * each.predicted.value)
+        (each.predicted.high - each.predicted.low) / (2 * each.predicted.value)
         for each in held_out
+        if each.predicted.low is not None and each.predicted.high is not None
     ]
     return BacktestSummary(
         num_cases=len(held_out),
         median_error=float(np.median(errors)),
         ninetieth_error=float(np.quantile(errors, 0.9)),
-        coverage=float(np.mean([each.is_covered for each in held_out])),
-        median_width=float(np.median(widths)),
+        coverage=float(np.mean(covered)) if covered else None,
+        median_width=float(np.median(widths)) if widths else None,
     )
 
 

@@ -46,6 +46,7 @@ def test_factors_are_found() -> None:
 def test_without_noise_nothing_is_left() -> None:
     summary = summarize(leave_one_out(_cases(100, noise=0.0)))
     assert summary.ninetieth_error < 0.02
+    assert summary.median_width is not None
     assert summary.median_width < 0.03
 
 
@@ -66,7 +67,8 @@ def test_few_cases_draw_factors_little() -> None:
 
 def test_intervals_hold_what_they_promise() -> None:
     covered = [
-        summarize(leave_one_out(_cases(60, noise=0.1, seed=seed))).coverage for seed in range(20)
+        summarize(leave_one_out(_cases(60, noise=0.1, seed=seed))).coverage or 0.0
+        for seed in range(20)
     ]
     assert 0.87 <= float(np.mean(covered)) <= 0.95
 
@@ -91,8 +93,19 @@ def test_a_group_does_not_judge_itself() -> None:
         assert each.error == pytest.approx(-0.5, abs=0.05)
 
 
-def test_too_few_cases_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 measured cases are too few"):
+def test_too_few_cases_give_no_correction() -> None:
+    with pytest.raises(UsageError, match=r"3 measured cases are too few.*beside the one"):
         fit_correction(_cases(3, noise=0.1))
-    with pytest.raises(UsageError, match=r"9 measured cases are too few.*beside the one"):
-        leave_one_out(_cases(10, noise=0.1))
+
+
+@pytest.mark.parametrize("number", [1, 2, 10])
+def test_few_cases_are_predicted_without_intervals(number: int) -> None:
+    cases = _cases(number, noise=0.1)
+    for found, case in zip(leave_one_out(cases), cases, strict=True):
+        assert found.predicted.value == pytest.approx(sum(case.terms.values()))
+        assert found.error == pytest.approx(sum(case.terms.values()) / case.measured_s - 1)
+        assert (found.predicted.low, found.is_covered) == (None, None)
+    summary = summarize(leave_one_out(cases))
+    assert (summary.num_cases, summary.coverage, summary.median_width) == (number, None, None)
+    # With one case more, every case has ten others.
+    assert summarize(leave_one_out(_cases(11, noise=0.1))).coverage is not None

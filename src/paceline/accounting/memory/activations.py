@@ -73,25 +73,22 @@ class SavedForBackward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientMessage:
-    """Gradients that are sent to their owners together."""
+class ActivationCount:
+    """What a forward and backward pass hold beside the model's states, in bytes."""
+
+    saved: SavedForBackward
+    peaks: tuple[int, int]
+    """The peak until backward has come to the blocks, and the peak from then on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceScatterSize:
+    """Sizes of one bucket of gradients that is reduce-scattered."""
 
     num_tensors: int
     num_bytes: int
     arriving_bytes: int
-    """What other ranks send of theirs at the same time."""
-
-
-def saved_for_backward(
-    shape: ModelShape,
-    batch: BatchShape,
-    activation_checkpointing: Checkpointing = "none",
-    *,
-    precision: Precision = _FLOAT32,
-    attention: AttentionImplementation = "sdpa",
-) -> SavedForBackward:
-    """Returns what autograd keeps when forward is over, copies of weights apart."""
-    return _count(shape, batch, activation_checkpointing, precision, attention)[0]
+    """Bytes that the other ranks send of their buckets at the same time."""
 
 
 def saved_for_backward_bytes(
@@ -111,9 +108,9 @@ def saved_for_backward_bytes(
         precision: Formats of weights, gradients, state and arithmetic.
         attention: sdpa if attention is fused, naive if it stores its scores.
     """
-    return saved_for_backward(
-        shape, batch, activation_checkpointing, precision=precision, attention=attention
-    ).total
+    return count_activations(
+        shape, batch, activation_checkpointing, precision, attention
+    ).saved.total
 
 
 def peak_activation_bytes(
@@ -138,49 +135,27 @@ def peak_activation_bytes(
         attention: sdpa if attention is fused, naive if it stores its scores.
         keeps_gradients: Whether gradients stay where they were made.
     """
-    peaks = activation_peaks(
-        shape,
-        batch,
-        activation_checkpointing,
-        precision=precision,
-        attention=attention,
-        keeps_gradients=keeps_gradients,
+    counted = count_activations(
+        shape, batch, activation_checkpointing, precision, attention, keeps_gradients
     )
-    return max(peaks)
-
-
-def activation_peaks(
-    shape: ModelShape,
-    batch: BatchShape,
-    activation_checkpointing: Checkpointing,
-    *,
-    precision: Precision,
-    attention: AttentionImplementation,
-    keeps_gradients: bool = False,
-    messages: tuple[GradientMessage, ...] = (),
-) -> tuple[int, int]:
-    """Returns the peaks until backward has come to the blocks, and from then on.
-
-    With `messages`, which hold all gradients in the order of backward, each gradient moves into
-    its message, which is there from its first gradient to its last.
-    """
-    _saved, peaks = _count(
-        shape, batch, activation_checkpointing, precision, attention, keeps_gradients, messages
-    )
-    return peaks
+    return max(counted.peaks)
 
 
 @functools.lru_cache(maxsize=1024)
-def _count(
+def count_activations(
     shape: ModelShape,
     batch: BatchShape,
-    activation_checkpointing: Checkpointing,
-    precision: Precision,
-    attention: AttentionImplementation,
+    activation_checkpointing: Checkpointing = "none",
+    precision: Precision = _FLOAT32,
+    attention: AttentionImplementation = "sdpa",
     keeps_gradients: bool = False,
-    messages: tuple[GradientMessage, ...] = (),
-) -> tuple[SavedForBackward, tuple[int, int]]:
-    """Returns what is kept when forward is over, and the peaks of forward and backward."""
+    buckets: tuple[ReduceScatterSize, ...] = (),
+) -> ActivationCount:
+    """Counts what is kept when forward is over, and the peaks of forward and backward.
+
+    With `buckets`, which hold all gradients in the order of backward, each gradient moves into
+    its bucket, which is there from its first gradient to its last.
+    """
     require_buildable(shape)
     _require_countable(precision)
     tape = Tape(keeps_gradients=keeps_gradients)
@@ -188,9 +163,9 @@ def _count(
         tape, shape, batch, precision, attention, activation_checkpointing == "full"
     )
     backward = forward.parameters()[::-1]
-    for message in messages:
-        tape.send(backward[: message.num_tensors], message.num_bytes, message.arriving_bytes)
-        backward = backward[message.num_tensors :]
+    for bucket in buckets:
+        tape.send(backward[: bucket.num_tensors], bucket.num_bytes, bucket.arriving_bytes)
+        backward = backward[bucket.num_tensors :]
     loss = forward.loss()
     saved = SavedForBackward(
         activations=tape.kept_bytes("activation"), weight_copies=tape.kept_bytes("weight_copy")
@@ -198,7 +173,7 @@ def _count(
     first_gradient = tape.allocate(loss.buffer.num_bytes)
     # Whoever calls backward holds the loss and its gradient until the end.
     tape.play_back(loss, tape.hold(first_gradient))
-    return saved, (tape.peak_before_mark_bytes, tape.peak_bytes)
+    return ActivationCount(saved=saved, peaks=(tape.peak_before_mark_bytes, tape.peak_bytes))
 
 
 def _require_countable(precision: Precision) -> None:

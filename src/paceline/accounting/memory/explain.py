@@ -3,8 +3,9 @@
 import dataclasses
 
 from paceline.accounting.explanation import Explanation, WorkedLine
-from paceline.accounting.memory.activations import Checkpointing, saved_for_backward
+from paceline.accounting.memory.activations import Checkpointing, count_activations
 from paceline.accounting.memory.step import MemoryParts, step_memory
+from paceline.core.finding import Finding
 from paceline.core.hardware import Device
 from paceline.core.specs import (
     AttentionImplementation,
@@ -12,8 +13,19 @@ from paceline.core.specs import (
     ModelShape,
     Precision,
 )
-from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB, SHARDED_STATE, StrategyName
-from paceline.core.units import format_binary_bytes, format_gigabytes, to_gigabytes
+from paceline.core.strategies import (
+    DEFAULT_BUCKET_SIZE_MB,
+    SHARDED_PARAMETERS,
+    SHARDED_STATE,
+    StrategyName,
+)
+from paceline.core.units import (
+    format_binary_bytes,
+    format_gibibytes,
+    format_gigabytes,
+    to_gibibytes,
+    to_gigabytes,
+)
 
 _MOST_RANKS = 2**14
 """Beyond this the search gives up: what does not fit on so many ranks is not divided by them."""
@@ -67,6 +79,31 @@ class StepPlan:
         return enough
 
 
+def fit_on_device(plan: StepPlan, world_size: int, device: Device) -> Finding:
+    """Says whether the fullest rank fits into a device's memory, and what to do if not."""
+    peak, capacity = plan.peak_bytes(world_size), device.memory_bytes.value
+    fewest = plan.fewest_ranks(capacity)
+    figures = {"peak_bytes": float(peak), "device_memory_bytes": capacity}
+    if fewest is not None:
+        figures["fewest_ranks"] = fewest
+    message = (
+        f"{to_gibibytes(peak):.1f} of {format_gibibytes(to_gibibytes(capacity), 1)} "
+        f"({device.description})"
+    )
+    remedy = f"it fits from {fewest} ranks on"
+    if fewest is None:
+        remedy = "no number of ranks is enough; try a smaller batch or activation checkpointing"
+        if plan.strategy not in SHARDED_PARAMETERS:
+            remedy += ", or shard more (fully_sharded is ZeRO-3)"
+    fits = peak <= capacity
+    return Finding(
+        name="fits" if fits else "does_not_fit",
+        message=message,
+        remedy="" if fits else remedy,
+        figures=figures,
+    )
+
+
 def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
     """Explains what the fullest rank holds at each instant of a step."""
     steps = []
@@ -83,13 +120,9 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
                 result=format_binary_bytes(parts.total),
             )
         )
-    saved = saved_for_backward(
-        plan.shape,
-        plan.batch,
-        plan.checkpointing,
-        precision=plan.precision,
-        attention=plan.attention,
-    )
+    saved = count_activations(
+        plan.shape, plan.batch, plan.checkpointing, plan.precision, plan.attention
+    ).saved
     values["saved_activation_bytes"] = saved.activations
     values["saved_weight_copy_bytes"] = saved.weight_copies
     steps.append(
@@ -100,17 +133,17 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
         )
     )
     if device is not None:
-        capacity = device.memory_bytes.value
-        needed = plan.fewest_ranks(capacity)
+        fitting = fit_on_device(plan, world_size, device)
+        values |= fitting.figures
+        num_ranks = fitting.figures.get("fewest_ranks")
         steps.append(
             WorkedLine(
                 formula="ranks = the fewest whose peak fits",
-                numbers=f"{device.description}, {format_gigabytes(to_gigabytes(capacity))}",
-                result="no number of ranks is enough" if needed is None else str(needed),
+                numbers=f"{device.description}, "
+                + format_gigabytes(to_gigabytes(device.memory_bytes.value)),
+                result="no number of ranks is enough" if num_ranks is None else f"{num_ranks:.0f}",
             )
         )
-        if needed is not None:
-            values["fewest_ranks"] = needed
     return Explanation(
         question=f"Memory of a step under {plan.strategy}, the fullest of {world_size} ranks",
         assumptions=(
@@ -121,7 +154,7 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
                 "which stores all scores" if plan.attention == "naive" else "which stores no scores"
             ),
             f"activation checkpointing: {plan.checkpointing}",
-            "neither the allocator's gaps nor what kernels and a driver keep for themselves",
+            "neither the allocator's fragmentation nor buffers of kernels, driver and NCCL",
         ),
         steps=tuple(steps),
         values=values,

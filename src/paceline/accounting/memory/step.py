@@ -9,19 +9,19 @@ Beside the states (`paceline.accounting.memory.model_states`):
                   Without buckets, gradients appear as activations go, and the peak is the larger
                   of the two at either end of backward
 
-What is under way counts as activations too, if communication keeps up with backward. Where
-gradients go to owners, a message of a bucket's size is there from its first gradient to its last,
-and then the others' parts of this rank's share arrive. Where parameters are divided, messages are
-of layers, and the layers that are gathered come on top. Slow communication adds to that, up to
-all gradients twice.
+What is in flight counts as activations too, if communication keeps up with backward. Where
+gradients are reduce-scattered, a buffer of a bucket's size is there from its first gradient to its
+last, and then the other ranks' parts of this rank's shard arrive. Where parameters are sharded,
+buckets are layers, and the layers that are all-gathered come on top. Slow communication adds to
+that, up to all gradients twice.
 """
 
 import dataclasses
 
 from paceline.accounting.memory.activations import (
     Checkpointing,
-    GradientMessage,
-    activation_peaks,
+    ReduceScatterSize,
+    count_activations,
 )
 from paceline.accounting.memory.model_states import model_state_bytes, state_units
 from paceline.accounting.memory.shards import cut_unit
@@ -95,21 +95,27 @@ def step_memory(
     )
     tables = shape.max_context_length * shape.head_width * _TABLE_BYTES
     tokens = 2 * batch.tokens_per_pass * _TOKEN_BYTES
+    keeps_gradients = strategy not in SHARDED_GRADIENTS and (world_size == 1 or strategy == "none")
+    peaks = count_activations(
+        shape,
+        batch,
+        activation_checkpointing,
+        precision,
+        attention,
+        keeps_gradients,
+        _buckets(shape, precision, strategy, world_size, bucket_size_mb),
+    ).peaks
+    gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
+    peak = max(map(sum, zip(peaks, gathered, strict=True)))
+    if keeps_gradients or strategy in SHARDED_PARAMETERS:
+        # Gradients come as activations go: at the peak they are in it, or not there yet.
+        peak = max(peak - states.gradients, 0)
     before = MemoryParts(
         parameters=states.parameters,
         gradients=states.gradients,
         optimizer_state=states.optimizer_state,
         buffers=tables + tokens,
-        activations=_activations(
-            shape,
-            batch,
-            precision,
-            strategy,
-            world_size,
-            activation_checkpointing,
-            attention,
-            bucket_size_mb,
-        ),
+        activations=peak,
     )
     has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
     return {
@@ -125,64 +131,29 @@ def step_memory(
     }
 
 
-def _activations(
-    shape: ModelShape,
-    batch: BatchShape,
-    precision: Precision,
-    strategy: StrategyName,
-    world_size: int,
-    activation_checkpointing: Checkpointing,
-    attention: AttentionImplementation,
-    bucket_size_mb: float,
-) -> int:
-    """Returns what the peak before the optimizer's step holds beyond states and buffers."""
-    keeps_gradients = world_size == 1 or strategy == "none"
-    messages: tuple[GradientMessage, ...] = ()
-    if strategy in SHARDED_GRADIENTS:
-        keeps_gradients = False
-        messages = _messages(shape, precision, strategy, world_size, bucket_size_mb)
-    peaks = activation_peaks(
-        shape,
-        batch,
-        activation_checkpointing,
-        precision=precision,
-        attention=attention,
-        keeps_gradients=keeps_gradients,
-        messages=messages,
-    )
-    gathered = (0, 0)
-    if strategy in SHARDED_PARAMETERS:
-        gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
-    peak = max(map(sum, zip(peaks, gathered, strict=True)))
-    if keeps_gradients or strategy in SHARDED_PARAMETERS:
-        # Gradients come as activations go: at the peak they are in it, or not there yet.
-        peak -= model_state_bytes(
-            shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
-        ).gradients
-    return max(peak, 0)
-
-
-def _messages(
+def _buckets(
     shape: ModelShape,
     precision: Precision,
     strategy: StrategyName,
     world_size: int,
     bucket_size_mb: float,
-) -> tuple[GradientMessage, ...]:
-    """Returns the messages of a backward pass in their order."""
+) -> tuple[ReduceScatterSize, ...]:
+    """Returns the buckets that backward reduce-scatters, in their order."""
+    if strategy not in SHARDED_GRADIENTS:
+        return ()
     element_bytes = bytes_per_element(precision.gradients)
-    messages = []
     units = state_units(shape, strategy, element_bytes, bucket_size_mb)
+    buckets = []
     for unit in units[::-1] if strategy in SHARDED_PARAMETERS else units:
-        share = cut_unit(unit, world_size, element_bytes).share * element_bytes
-        messages.append(
-            GradientMessage(
+        shard_bytes = cut_unit(unit, world_size, element_bytes).share * element_bytes
+        buckets.append(
+            ReduceScatterSize(
                 num_tensors=len(unit),
-                num_bytes=world_size * share,
-                arriving_bytes=(world_size - 1) * share,
+                num_bytes=world_size * shard_bytes,
+                arriving_bytes=(world_size - 1) * shard_bytes,
             )
         )
-    return tuple(messages)
+    return tuple(buckets)
 
 
 def _gathered_bytes(
@@ -191,7 +162,9 @@ def _gathered_bytes(
     strategy: StrategyName,
     activation_checkpointing: Checkpointing,
 ) -> tuple[int, int]:
-    """Returns what layers take that are there in whole before backward's blocks, and in them."""
+    """Returns what all-gathered layers take before backward's blocks, and in them."""
+    if strategy not in SHARDED_PARAMETERS:
+        return 0, 0
     block = sum(rows * columns for rows, columns in block_parameters(shape).values())
     matrix = shape.vocab_size * shape.d_model
     num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])

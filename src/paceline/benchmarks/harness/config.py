@@ -4,26 +4,29 @@ Torch-free, because the command line needs these types to parse its flags.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal, get_args
 
 import tyro
 
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import ModelShape
+from paceline.core.strategies import StrategyName, find_strategy
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["float32", "bfloat16", "float16"]
 Compilation = Literal["none", "blocks", "whole"]
 
 
-def listed(names: Iterable[str]) -> tyro.constructors.PrimitiveConstructorSpec[str]:
+def listed(
+    names: Iterable[str], parse: Callable[[str], str] = str
+) -> tyro.constructors.PrimitiveConstructorSpec[str]:
     """Returns how to parse a name that the help lists; others are refused where it is used."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=f"{{{','.join(names)}}}",
-        instance_from_str=lambda words: words[0],
+        instance_from_str=lambda words: parse(words[0]),
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda name: [name],
     )
@@ -31,6 +34,8 @@ def listed(names: Iterable[str]) -> tyro.constructors.PrimitiveConstructorSpec[s
 
 ModelName = Annotated[str, listed(preset_names())]
 """A preset's name; a misspelt one gets a suggestion, which a choice of the parser would not."""
+StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
+"""A strategy's name, with a suggestion as well: zero2 is sharded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from paceline.benchmarks.harness.config import DeviceName, ModelName, PrecisionName, ShapeOverrides
+from paceline.benchmarks.harness.config import (
+    DeviceName,
+    ModelName,
+    PrecisionName,
+    ShapeOverrides,
+    StrategyChoice,
+)
 from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.benchmarks.strategies.config import Variant, require_ranks
 from paceline.core.errors import UsageError
 from paceline.core.strategies import (
     BUCKET_STRATEGIES,
     DEFAULT_BUCKET_SIZE_MB,
-    StrategyName,
     require_unscaled,
 )
 
@@ -31,7 +36,7 @@ class OptimizerCase:
 class OptimizerSweep:
     """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
 
-    strategies: tuple[StrategyName, ...] = (
+    strategies: tuple[StrategyChoice, ...] = (
         "torch_ddp",
         "torch_zero_view",
         "sharded_optimizer",

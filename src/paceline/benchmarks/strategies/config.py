@@ -12,6 +12,7 @@ from paceline.benchmarks.harness.config import (
     ModelName,
     PrecisionName,
     ShapeOverrides,
+    StrategyChoice,
     require_counts,
 )
 from paceline.benchmarks.step.config import StepCase, StepSweep
@@ -59,7 +60,7 @@ AUTO_WARMUP = 5
 class DataParallelSweep:
     """Time training steps under several data-parallel strategies, in turn on the same ranks."""
 
-    strategies: tuple[StrategyName, ...] = ("torch_ddp", "bucketed")
+    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed")
     """Strategies to compare; ratios are to the first."""
     bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
     """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""

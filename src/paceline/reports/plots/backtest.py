@@ -35,8 +35,8 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
             [each.case.measured_s for each in group],
             [each.value for each in predicted],
             yerr=[
-                [each.value - (each.low or 0.0) for each in predicted],
-                [(each.high or 0.0) - each.value for each in predicted],
+                [each.value - (each.low or each.value) for each in predicted],
+                [(each.high or each.value) - each.value for each in predicted],
             ],
             fmt=_MARKERS[index % len(_MARKERS)],
             color=COLORS[index % len(COLORS)],

@@ -23,6 +23,8 @@ def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Ta
         held_out: All cases, those that count first.
         counted: How many of them count.
     """
+    if any(each.predicted.low is None for each in held_out):
+        return _cases_table(held_out)
     groups: dict[tuple[str, ...], list[HeldOutPrediction]] = {}
     for each in held_out:
         key = tuple(each.case.labels[label] for label in _GROUPED_BY)
@@ -42,13 +44,41 @@ def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Ta
     )
 
 
+def _cases_table(held_out: Sequence[HeldOutPrediction]) -> Table:
+    """Makes a table with a row for every case, of predictions without intervals."""
+    return Table(
+        headers=("model", "batch", *_GROUPED_BY, "predicted", "measured", "error"),
+        rows=tuple(
+            (
+                each.case.labels["model"],
+                f"{each.case.labels['batch']} x {each.case.labels['context']}",
+                *(each.case.labels[label] for label in _GROUPED_BY),
+                f"{each.predicted.value * 1e3:.1f}",
+                f"{each.case.measured_s * 1e3:.1f}",
+                f"{each.error:+.1%}",
+            )
+            for each in held_out
+        ),
+        caption="Step time in milliseconds, as predicted from the calibration and as measured",
+        notes=(
+            f"no intervals: with more than {FEWEST_CASES} cases, each is corrected by the others "
+            "and gets one",
+        ),
+    )
+
+
 def summary_text(held_out: Sequence[HeldOutPrediction]) -> str:
     """Says error and coverage in a sentence."""
     summary = summarize(held_out)
-    return (
+    text = (
         f"{summary.num_cases} cases: the median of absolute errors is {summary.median_error:.1%}, "
-        f"nine in ten are below {summary.ninetieth_error:.1%}; the {COVERAGE:.0%} interval, "
-        f"±{summary.median_width:.0%} wide, holds {summary.coverage:.0%} of the measurements"
+        f"nine in ten are below {summary.ninetieth_error:.1%}"
+    )
+    if summary.coverage is None:
+        return text
+    return text + (
+        f"; the {COVERAGE:.0%} interval, ±{summary.median_width:.0%} wide, holds "
+        f"{summary.coverage:.0%} of the measurements"
     )
 
 
@@ -72,5 +102,5 @@ def _summary(group: Sequence[HeldOutPrediction]) -> tuple[str, ...]:
         f"{min(times):.0f} to {max(times):.0f}",
         f"{statistics.median(abs(error) for error in errors):.1%}",
         f"{max(errors, key=abs):+.1%}",
-        f"{sum(each.is_covered for each in group)} of {len(group)}",
+        f"{sum(each.is_covered is True for each in group)} of {len(group)}",
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.accounting import peak_activation_bytes, saved_for_backward_bytes
-from paceline.accounting.memory.activations import saved_for_backward
+from paceline.accounting.memory.activations import count_activations
 from paceline.core import BatchShape, ModelShape, Precision, ShapeError, UsageError, model_preset
 from paceline.core.specs import AttentionImplementation, precision_preset
 from paceline.models import TransformerLM, next_token_loss
@@ -207,7 +207,7 @@ def test_copies_of_weights_are_counted_apart(
         "float16": 2 * sum(weight.numel() for weight in matrices),
         "bfloat16 weights": 4 * sum(weight.numel() for weight in norms),
     }
-    saved = saved_for_backward(*case.saved_arguments(), precision=PRECISIONS[precision])
+    saved = count_activations(*case.saved_arguments(), precision=PRECISIONS[precision]).saved
     assert saved.weight_copies == expected[precision]
     assert saved.total == saved.activations + saved.weight_copies
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters
-from paceline.accounting.memory.explain import StepPlan, explain_memory
+from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
 from paceline.core import BatchShape, find_device, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 
@@ -51,6 +51,29 @@ def test_the_parts_add_up_and_the_device_is_named() -> None:
     assert "RTX 3090" in explanation.render()
     too_large = explain_memory(dataclasses.replace(plan, strategy="torch_ddp"), 2, device=device)
     assert "no number of ranks is enough" in too_large.render()
+
+
+def test_the_verdict_leads_with_the_peak_and_the_capacity() -> None:
+    device = find_device("rtx-3090")
+    plan = StepPlan(shape=model_preset("xl"), batch=BATCH, strategy="sharded")
+    too_large = fit_on_device(plan, 2, device)
+    peak = plan.peak_bytes(2)
+    fewest = plan.fewest_ranks(24e9)
+    assert too_large.name == "does_not_fit"
+    assert too_large.figures == {
+        "peak_bytes": peak,
+        "device_memory_bytes": 24e9,
+        "fewest_ranks": fewest,
+    }
+    assert too_large.message.startswith(f"{peak / 2**30:.1f} of 22.4 GiB")
+    assert too_large.remedy == f"it fits from {fewest} ranks on"
+    assert fewest is not None
+    fits = fit_on_device(plan, fewest, device)
+    assert (fits.name, fits.remedy) == ("fits", "")
+    never = fit_on_device(dataclasses.replace(plan, strategy="torch_ddp"), 2, device)
+    assert "fewest_ranks" not in never.figures
+    assert "no number of ranks is enough" in never.remedy
+    assert "ZeRO-3" in never.remedy
 
 
 def test_formats_and_scores_are_in_the_working() -> None:

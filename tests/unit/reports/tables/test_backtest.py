@@ -1,5 +1,6 @@
 """Predicted steps beside measured ones, in words and as a picture."""
 
+import dataclasses
 import itertools
 import pathlib
 
@@ -71,3 +72,22 @@ def test_the_picture_shows_every_place(tmp_path: pathlib.Path) -> None:
     assert {"2 ranks, loopback (2)", "2 ranks, 1 Gbit/s (2)", "within 20%"} <= texts
     assert axes.get_xlabel() == "measured step time (s)"
     assert all(path.stat().st_size for path in save_figure(figure, tmp_path, "backtest"))
+
+
+def test_without_intervals_every_case_has_a_row(tmp_path: pathlib.Path) -> None:
+    labels = {"batch": "2", "context": "32"}
+    few = [
+        HeldOutPrediction(
+            case=dataclasses.replace(each.case, labels={**each.case.labels, **labels}),
+            predicted=Estimate(value=each.predicted.value),
+        )
+        for each in HELD_OUT[:2]
+    ]
+    table = backtest_table(few, counted=2)
+    assert table.headers[-3:] == ("predicted", "measured", "error")
+    assert table.rows == (
+        ("small", "2 x 32", "2", "loopback", "flat", "1020.0", "1000.0", "+2.0%"),
+        ("small", "2 x 32", "2", "1 Gbit/s", "flat", "950.0", "1000.0", "-5.0%"),
+    )
+    assert "no intervals" in table.notes[0]
+    assert save_figure(plot_backtest(few, counted=2), tmp_path, "few")
