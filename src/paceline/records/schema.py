@@ -30,28 +30,30 @@ class Metric(
     value: float
     """The median of the samples, or the point estimate of a prediction."""
     mean: float | None = None
-    """Of the samples."""
+    """Mean of the samples."""
     std: float | None = None
     """Standard deviation of the samples."""
     min: float | None = None
     """The smallest sample."""
     low: float | None = None
-    """Where the interval begins, if there is one."""
+    """Lower end of the interval, if there is one."""
     high: float | None = None
-    """Where it ends."""
+    """Upper end of the interval, if there is one."""
     samples: tuple[float, ...] = ()
-    """Every single one, in the order in which they were taken."""
+    """Every sample, in the order in which they were taken."""
 
     def __post_init__(self) -> None:
-        numbers = (self.value, self.mean, self.std, self.min, self.low, self.high, *self.samples)
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise RecordError(f"a metric must be finite, got {self!r}")
+        summary = (self.value, self.mean, self.std, self.min, self.low, self.high)
+        _require_finite([number for number in summary if number is not None])
+        _require_finite(self.samples)
 
     @classmethod
     def from_samples(cls, samples: Sequence[float]) -> "Metric":
         """Summarises samples: median as the value, with mean, deviation and minimum."""
         if not samples:
             raise RecordError("a metric needs at least one sample")
+        # Before `statistics` sees them, which fails on NaN in its own words.
+        _require_finite(samples)
         return cls(
             value=statistics.median(samples),
             mean=statistics.fmean(samples),
@@ -68,6 +70,11 @@ class Metric(
             estimate: A point with an interval, such as a plan has.
         """
         return cls(value=estimate.value, low=estimate.low, high=estimate.high)
+
+
+def _require_finite(numbers: Sequence[float]) -> None:
+    if not all(map(math.isfinite, numbers)):
+        raise RecordError(f"a metric must be finite, got {list(numbers)}")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,9 +1,11 @@
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import pathlib
 import random
 import resource
+import threading
 from typing import Any
 
 import msgspec
@@ -70,6 +72,22 @@ def test_several_writers_and_a_reader_do_not_disturb_each_other(tmp_path: pathli
         by_writer.setdefault(writer, []).append(record.metrics["all_reduce_time_s"].value)
     assert len(by_writer) == 4
     assert all(values == [float(index) for index in range(40)] for values in by_writer.values())
+
+
+def test_a_writer_waits_until_nobody_else_holds_the_file(tmp_path: pathlib.Path) -> None:
+    store = RecordStore(tmp_path / "records.jsonl")
+    store.append(make_record())
+    before = store.path.read_bytes()
+    writer = threading.Thread(target=store.append, args=(make_record(2.0),))
+    with store.path.open("rb") as reader:
+        # A reader's lock, so that a writer that asks for no more than that is found as well.
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()
+        assert store.path.read_bytes() == before
+    writer.join()
+    assert len(list(store.read())) == 2
 
 
 def _append_beyond_the_size_limit(path: str) -> None:
