@@ -18,6 +18,11 @@ from paceline.workflows.cases import SEPARATOR, SuiteCase, is_partial
 from paceline.workflows.suite import Say, Suite
 
 _logger = logging.getLogger(__name__)
+_KEY_FINDINGS = (
+    *("backward_to_forward", "bfloat16_to_float32", "fastest_attention", "link_share"),
+    *("exposed_communication", "step_against_naive", "peak_prediction", "best_allocation"),
+)
+"""The findings that the page begins with, the first of each name."""
 _ON_GPUS = "paceline report build --preset 2gpu --quick"
 
 
@@ -79,6 +84,13 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
     answered = sum(bool(part.blocks) for part in parts)
     measured = [each for each in evidence.records if each.kind not in (ATTEMPT, PREDICTION)]
     machines = describe_machines(measured)
+    by_name = {
+        finding.name: (section, finding)
+        for section in reversed(sections)
+        for part in reversed(section.parts)
+        for block in reversed(part.blocks)
+        for finding in reversed(block.findings)
+    }
     return Report(
         title="Data-parallel training, measured and explained",
         summary=(
@@ -88,6 +100,12 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
             *(f"Measured on {machine}." for machine in machines),
         ),
         sections=sections,
+        key_findings=tuple(
+            by_name[name]
+            for name in _KEY_FINDINGS
+            # What is best for runs that are made up is no finding of anybody's.
+            if name in by_name and (runs is not None or name != "best_allocation")
+        ),
     )
 
 

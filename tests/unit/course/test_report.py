@@ -167,3 +167,14 @@ def test_the_same_records_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
     referred = re.findall(r"\]\((figures/[^)]+)\)", pages[0][1].read_text(encoding="utf-8"))
     assert referred
     assert all((tmp_path / "first" / path).stat().st_size > 1000 for path in referred)
+
+
+def test_the_page_begins_with_key_findings_of_what_was_measured() -> None:
+    kinds = ("optimizer", "prediction")
+    report = build_report([each for each in committed_records() if each.kind in kinds])
+    assert [(section.name, each.name) for section, each in report.key_findings] == [
+        ("optimizer_state_sharding", "peak_prediction")
+    ]
+    assert "fully_sharded" in Page(render_html(report)).text.split("Contents")[0]
+    assert "Key findings:\n\n- **Sharding" in render_report(report)
+    assert build_report([]).key_findings == ()

@@ -114,7 +114,9 @@ def _exposed(best: Record) -> Finding:
     communication = best.metrics.get("communication_s")
     return make_finding(
         "exposed_communication",
-        "{exposed_s} of its communication are exposed; without overlap it takes {communication_s}.",
+        "{exposed_s} of the communication of {strategy} are exposed; without overlap it takes "
+        "{communication_s}.",
+        strategy=strategy_text(best),
         exposed_s=exposed_seconds(best),
         communication_s=None if communication is None else communication.value,
     )
@@ -139,7 +141,9 @@ def _against(best: Record, rival: Record) -> Finding:
     strategy = str(rival.case["strategy"])
     return make_finding(
         f"step_against_{strategy}",
-        "It takes {ratio} as long as {rival} ({what}: {rival_step_s}, {rival_exposed_s} exposed).",
+        "{strategy} takes {ratio} as long as {rival} ({what}: {rival_step_s}, "
+        "{rival_exposed_s} exposed).",
+        strategy=strategy_text(best),
         ratio=step_ratio(best, rival),
         rival=strategy_text(rival),
         what=_RIVALS[strategy],

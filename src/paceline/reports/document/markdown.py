@@ -31,6 +31,11 @@ def render_report(report: Report) -> str:
     lines = [f"# {_text(report.title)}", ""]
     for sentence in report.summary:
         lines += [_text(sentence), ""]
+    if report.key_findings:
+        lines += ["Key findings:", ""]
+        for section, finding in report.key_findings:
+            lines.append(f"- **{_text(section.title)}.** {_text(finding.message)}")
+        lines.append("")
     for number, section in enumerate(report.sections, start=1):
         lines += _section_lines(number, section)
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -80,3 +80,5 @@ class Report:
     title: str
     summary: tuple[str, ...]
     sections: tuple[Section, ...]
+    key_findings: tuple[tuple[Section, Finding], ...] = ()
+    """What to read first, each with the section that it is from."""
