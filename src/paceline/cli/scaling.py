@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from paceline.scaling import ScalingFit
     from paceline.scaling.experiments.design import Belief
 
-
-def _argument(metavar: str) -> object:
-    """Names an optional value in the help as what it is, without the None that leaves it out."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="(optional)")
-
-
 _Runs = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS")]
-_OptionalPath = Annotated[pathlib.Path | None, _argument("PATH")]
-_OptionalFloat = Annotated[float | None, _argument("FLOAT")]
-_OptionalInt = Annotated[int | None, _argument("INT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +49,9 @@ class FitCommand:
     """Vocabulary of the model to build."""
     context: int = 2048
     """Tokens per sequence of the run to make."""
-    batch_tokens: _OptionalInt = None
+    batch_tokens: int | None = None
     """Tokens per step; what Step Law advises unless given."""
-    plots: _OptionalPath = None
+    plots: pathlib.Path | None = None
     """Directory for figures, PNG and SVG."""
     fit: FitOptions
     output: OutputOptions
@@ -78,12 +69,12 @@ class CheckCommand:
     """JSON, JSON Lines or CSV with parameters, compute_budget or tokens, and final_loss."""
     budget: float
     """FLOPs that the claim is about."""
-    parameters: _OptionalFloat = None
+    parameters: float | None = None
     """The claimed N."""
-    tokens: _OptionalFloat = None
+    tokens: float | None = None
     """The claimed D; C/6N unless given."""
     coefficients: Annotated[
-        tuple[str, str, str, str, str] | None, _argument("E A ALPHA B BETA")
+        tuple[str, str, str, str, str] | None, tyro.conf.arg(metavar="E A ALPHA B BETA")
     ] = None
     """The claimed coefficients, as printed: their digits count."""
     fit: FitOptions
@@ -108,15 +99,15 @@ class DesignCommand:
     """What all runs together may cost: FLOPs, or the unit of the candidates' cost."""
     target: float
     """FLOPs whose best model is wanted."""
-    runs: _OptionalPath = None
+    runs: pathlib.Path | None = None
     """Runs that have been made already, as for fit."""
     sizes: tuple[float, ...] = ()
     """Parameters that a model may have; 17 sizes about the best one unless given."""
     run_flops: tuple[float, ...] = ()
     """FLOPs that a run may take; 1, 3 and 6 per decade up to the target unless given."""
-    candidates: _OptionalPath = None
+    candidates: pathlib.Path | None = None
     """File of runs that could be made, instead of sizes and FLOPs; a cost column sets prices."""
-    service: Annotated[str | None, _argument("URL")] = None
+    service: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
     """The courses' training service: buy the runs there instead of proposing them."""
     output: OutputOptions
 

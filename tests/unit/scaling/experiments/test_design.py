@@ -153,6 +153,26 @@ def test_choosing_beats_choosing_at_random() -> None:
         assert left(plan) < left(random)
 
 
+def test_a_few_runs_are_weighed_against_the_prior(surface: LossSurface) -> None:
+    """The most probable coefficients are those that a general optimiser finds."""
+    from scipy.optimize import least_squares
+
+    sweep = synthetic_sweep(surface, SweepDesign(budgets=(1e16, 1e17), num_sizes=2))
+    prior = prior_belief(0.003)
+    deviation = np.sqrt(np.diag(prior.covariance))
+
+    def residuals(mean: np.ndarray) -> np.ndarray:
+        believed = Belief(mean=mean, covariance=prior.covariance, noise=prior.noise).surface
+        off = np.log(sweep.loss / believed.loss(sweep.parameters, sweep.tokens))
+        return np.append(off / prior.noise, (mean - prior.mean) / deviation)
+
+    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
+    searched = least_squares(residuals, prior.mean, **tight)
+    found = learn(sweep.parameters, sweep.tokens, sweep.loss, 0.003)
+    np.testing.assert_allclose(found.mean, searched.x, rtol=1e-3)
+    assert found.noise == 0.003  # Four residuals tell nothing of the noise.
+
+
 def test_learning_recovers_a_surface(surface: LossSurface) -> None:
     design = SweepDesign(budgets=(1e16, 3e16, 1e17, 3e17), num_sizes=8, reach=8)
     sweep = synthetic_sweep(surface, design, noise=0.001)

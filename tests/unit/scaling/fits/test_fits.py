@@ -10,8 +10,13 @@ from paceline.scaling import LossSurface, Sweep, SweepDesign, fit, predict, synt
 from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.envelope import fit_envelope
 from paceline.scaling.fits.huber import fit_huber, huber_objective
-from paceline.scaling.fits.isoflop import find_profiles, fit_lowest_run, fit_parabola
-from paceline.scaling.fits.parametric import fit_parametric
+from paceline.scaling.fits.isoflop import (
+    find_profiles,
+    fit_lowest_run,
+    fit_parabola,
+    power_law_through,
+)
+from paceline.scaling.fits.parametric import fit_parametric, optima_of
 from paceline.scaling.fits.power_law import fit_log_line, fit_saturating_law
 from paceline.scaling.fits.prediction import MethodFit
 from paceline.scaling.fits.profile_likelihood import profile_interval
@@ -133,6 +138,71 @@ def test_huber_is_deaf_to_a_few_bad_runs(surface: LossSurface) -> None:
     assert huber_objective(sweep, robust.surface) <= huber_objective(sweep, surface)
 
 
+def test_hubers_knee_is_a_thousandth(surface: LossSurface) -> None:
+    sweep = synthetic_sweep(surface)
+    sweep.loss[0] *= np.exp(5e-4)
+    assert huber_objective(sweep, surface) == pytest.approx(0.5 * 5e-4**2, rel=1e-6)
+    sweep.loss[0] *= np.exp(0.2 - 5e-4)
+    assert huber_objective(sweep, surface) == pytest.approx(1e-3 * (0.2 - 5e-4), rel=1e-6)
+
+
+def test_hubers_fit_is_the_least_that_a_general_optimiser_finds(surface: LossSurface) -> None:
+    from scipy.optimize import least_squares
+
+    sweep = synthetic_sweep(surface, noise=0.004, seed=3)
+    sweep.loss[[7, 40]] *= 1.2
+    found = fit_huber(sweep, draw_counts(sweep, 2)).surface
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        by_parameters = theta[1] - theta[2] * np.log(sweep.parameters / 1e9)
+        by_tokens = theta[3] - theta[4] * np.log(sweep.tokens / 1e10)
+        terms = [np.full(len(sweep), theta[0]), by_parameters, by_tokens]
+        return np.log(sweep.loss) - np.logaddexp.reduce(terms, axis=0)
+
+    start = [np.log(1.8), -1.0, 0.35, -1.0, 0.37]
+    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
+    searched = least_squares(residuals, start, loss="huber", f_scale=1e-3, **tight)
+    assert huber_objective(sweep, found) == pytest.approx(searched.cost, rel=1e-4)
+    assert found.allocation_exponent == pytest.approx(
+        searched.x[4] / (searched.x[2] + searched.x[4]), rel=2e-3
+    )
+
+
+def test_the_parabola_weighs_runs_by_their_distance_from_the_lowest(surface: LossSurface) -> None:
+    sweep = synthetic_sweep(surface, SweepDesign(reach=16.0, num_sizes=9), noise=0.002, seed=6)
+    for profile in find_profiles(sweep):
+        offset = np.log(sweep.parameters[profile.members] / sweep.parameters[profile.lowest])
+        # At five times the lowest run's size a run counts exp(-1/2) of it; polyfit squares.
+        weights = np.exp(-0.25 * (offset / np.log(5)) ** 2)
+        fitted = np.polyfit(offset, sweep.loss[profile.members], 2, w=weights)
+        vertex = sweep.parameters[profile.lowest] * np.exp(-fitted[1] / (2 * fitted[0]))
+        assert profile.vertex == pytest.approx(vertex, rel=1e-6)
+
+
+def test_draws_of_a_law_scatter_as_least_squares_says() -> None:
+    generator = np.random.default_rng(0)
+    compute = np.geomspace(1e18, 1e21, 8)
+    loss = (2 + 100 * compute**-0.12) * np.exp(0.003 * generator.standard_normal(8))
+    found = power_law_through("lowest_run", compute, 0.1 * compute**0.5, loss, 4000)
+    residual = loss - found.optimum(compute)[1]
+    # A fit of three coefficients moves by their number times the noise, which is what the
+    # residuals show over the freedom that the fit left them.
+    scatter = found.draws(compute)[1].var(axis=0).sum()
+    assert scatter == pytest.approx(3 * (residual**2).sum() / (8 - 3), rel=0.2)
+
+
+def test_draws_of_a_surface_are_widened_by_the_freedom_of_its_fit(surface: LossSurface) -> None:
+    sweep = synthetic_sweep(
+        surface, SweepDesign(budgets=(1e19, 1e20, 1e21), num_sizes=6), noise=0.002
+    )
+    found = fit_parametric(sweep, draw_counts(sweep, 400))
+    plain = optima_of(found.replicates, TARGETS)
+    for best, drawn, bare in zip(found.optimum(TARGETS), found.draws(TARGETS), plain, strict=True):
+        np.testing.assert_allclose(
+            np.log(drawn / best), np.sqrt(18 / 13) * np.log(bare / best), rtol=1e-9, atol=1e-12
+        )
+
+
 def test_the_profile_interval_agrees_with_the_bootstrap(surface: LossSurface) -> None:
     sweep = synthetic_sweep(surface, noise=0.004, seed=2)
     found = fit_parametric(sweep, draw_counts(sweep, 1000))
@@ -145,6 +215,32 @@ def test_the_profile_interval_agrees_with_the_bootstrap(surface: LossSurface) ->
     widths = [np.log(estimate.high / estimate.low) for estimate in (profile, bootstrap)]  # type: ignore[operator]
     assert widths[0] == pytest.approx(widths[1], rel=0.3)
     assert profile.low < profile.value < profile.high
+
+
+def test_the_profile_ends_where_the_runs_object(surface: LossSurface) -> None:
+    """A general optimiser holds N* at both ends and fits the other four coefficients."""
+    from scipy.optimize import least_squares
+    from scipy.stats import f
+
+    sweep = synthetic_sweep(surface, noise=0.004, seed=2)
+    found = fit_parametric(sweep, draw_counts(sweep, 100))
+    profile = profile_interval(sweep, found, 1e24, 0.9)
+    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
+
+    def least_squares_at(best: float) -> float:
+        def residuals(theta: np.ndarray) -> np.ndarray:
+            floor, height, alpha, beta = theta
+            x = (sweep.parameters / best) ** -alpha / alpha
+            y = (sweep.tokens * 6 * best / 1e24) ** -beta / beta
+            return (floor + height * (x + y)) / sweep.loss - 1
+
+        return 2 * float(least_squares(residuals, [1.8, 0.02, 0.35, 0.37], **tight).cost)
+
+    least = least_squares_at(profile.value)
+    allowed = f.ppf(0.9, 1, len(sweep) - 5) / (len(sweep) - 5)
+    for end in (profile.low, profile.high):
+        assert end is not None
+        assert least_squares_at(end) / least - 1 == pytest.approx(allowed, rel=0.02)
 
 
 def test_a_wider_level_gives_a_wider_profile(surface: LossSurface) -> None:
