@@ -286,11 +286,7 @@ def _require_close_tensor(own: Tensor, expected: Tensor, what: str) -> None:
 
 def _present(container: FullyShardedDataParallel) -> list[ShardedLayer]:
     """Returns the layers whose full parameters have memory."""
-    return [
-        layer
-        for layer in container._layers
-        if any(flat.untyped_storage().nbytes() for flat in layer.buffers)
-    ]
+    return [layer for layer in container._layers if layer.buffer.untyped_storage().nbytes()]
 
 
 def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:

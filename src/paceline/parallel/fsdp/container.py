@@ -247,7 +247,7 @@ class _Schedule:
             *(layer.has_message for layer in self._layers),
         ]
         group = self._group.get()
-        device = self._layers[0].buffers[0].device
+        device = self._layers[0].buffer.device
         num_ranks = iter(reduce_numbers(numbers, dist.ReduceOp.SUM, device, group))
         with_gradient = [[next(num_ranks) for _ in layer.parameters] for layer in self._layers]
         for layer in self._layers:
@@ -382,9 +382,9 @@ def _require_watchable(user: LayerUser, output: Any, tensors: Sequence[Tensor]) 
             "whose gradient would tell that backward needs the layer; return tensors in tuples, "
             "lists, dictionaries or dataclasses"
         )
-    flats = {flat.untyped_storage().data_ptr() for layer in user.layers for flat in layer.buffers}
+    buffers = {layer.buffer.untyped_storage().data_ptr() for layer in user.layers}
     for tensor in tensors:
-        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in flats - {0}:
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in buffers - {0}:
             raise UsageError(
                 f"layer {user.name!r} returns a view of its own parameters, whose memory is freed "
                 "when its forward ends; return a copy: .clone()"

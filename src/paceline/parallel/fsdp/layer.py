@@ -1,5 +1,7 @@
 """One layer of a fully sharded model: shards at rest, full parameters while it is used.
 
+A layer whose parameters have several dtypes is one `ShardedLayer` per dtype.
+
 Parameters of one dtype lie one behind another in a flat buffer, which is cut into one equal shard
 per rank. At rest a rank holds its shards alone: of each parameter the elements in its shard, which
 may be none. The buffer, of which the full parameters are views, has memory only while the layer is
@@ -8,7 +10,6 @@ finds its values again when the layer is gathered for the second time.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -50,13 +51,22 @@ class LayerParameter:
     """Whether the backward pass that is going on has completed a gradient on this rank."""
 
 
-class _FlatLayerParameters:
-    """The parameters of one dtype."""
+class ShardedLayer:
+    """Parameters of one dtype that are gathered and freed together.
 
+    Args:
+        plan: Where they lie in the flat buffer.
+        named: The names and parameters that were planned, with the values that they begin with.
+        compute_dtype: What full parameters and their gradients are in; None for their own.
+        group: The ranks that hold the shards.
+    """
+
+    @torch.no_grad()
     def __init__(
         self,
         plan: BucketPlan,
         named: Sequence[tuple[str, nn.Parameter]],
+        *,
         compute_dtype: torch.dtype | None,
         group: GroupReference,
     ) -> None:
@@ -68,6 +78,7 @@ class _FlatLayerParameters:
         self.buffer = torch.empty(
             layout.num_elements, dtype=compute_dtype or layout.dtype, device=layout.device
         )
+        """What the full parameters are views of."""
         self.parameters: list[LayerParameter] = []
         self._pieces: list[slice] = []
         values = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
@@ -82,22 +93,27 @@ class _FlatLayerParameters:
             shard = nn.Parameter(values[self._pieces[-1]].clone(), original.requires_grad)
             full = nn.Parameter(view_like(original, slot.piece_of(self.buffer)))
             self.parameters.append(LayerParameter(name=name, shard=shard, full=full))
+        self.num_users = 0
+        """How many forward passes that need the full parameters are going on."""
         self._num_bytes = self.buffer.nbytes
         self._all_gather: Pending | None = None
         self._message: Tensor | None = None
         self._reduce_scatters: list[ReduceScatter] = []
         self._total: Tensor | None = None
+        self._is_gathered = True
         self.free()
 
     @property
-    def is_trained(self) -> bool:
-        return any(parameter.shard.requires_grad for parameter in self.parameters)
-
-    @property
     def has_message(self) -> bool:
+        """Whether there are gradients that were not sent."""
         return self._message is not None
 
+    @torch.no_grad()
     def start_all_gather(self) -> None:
+        """Starts to get the full parameters from all ranks, unless they are there."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
         self.buffer.untyped_storage().resize_(self._num_bytes)
         # What autograd has saved is to be taken for unchanged: it gets the same values again.
         with _unsafe_preserve_version_counter(self.buffer):
@@ -109,17 +125,22 @@ class _FlatLayerParameters:
             parameter.full.requires_grad_(parameter.shard.requires_grad)
 
     def wait(self) -> None:
+        """Waits until the full parameters are there."""
         if self._all_gather is not None:
             with named_range(WAIT):
                 self._all_gather.wait()
             self._all_gather = None
 
     def free(self) -> None:
-        self.wait()
-        self.buffer.untyped_storage().resize_(0)
+        """Gives back the memory of the full parameters, unless a forward pass uses them."""
+        if self._is_gathered and self.num_users == 0:
+            self._is_gathered = False
+            self.wait()
+            self.buffer.untyped_storage().resize_(0)
 
+    @torch.no_grad()
     def take_gradient(self, position: int) -> None:
-        """Moves a full gradient into the message."""
+        """Moves a complete gradient of one of the parameters into the next message."""
         parameter, slot = self.parameters[position], self._layout.slots[position]
         gradient = reducible_gradient(
             parameter.full, parameter.name, self.buffer.dtype, self.buffer.device
@@ -132,18 +153,25 @@ class _FlatLayerParameters:
         view_like(parameter.full, slot.piece_of(self._message)).add_(gradient)
 
     def start_reduce_scatter(self) -> None:
+        """Sends each rank its shard of the gradients, with zeros for what is missing."""
         message, self._message = self._message, None
-        if not (self.is_trained and self._shard_length):
+        is_trained = any(parameter.shard.requires_grad for parameter in self.parameters)
+        if not (is_trained and self._shard_length):
             return
         if message is None:
             message = torch.zeros_like(self.buffer)
         self._reduce_scatters.append(start_reduce_scatter(message, self._group.get()))
 
-    @property
-    def has_arrived(self) -> bool:
-        return all(reduce_scatter.is_completed() for reduce_scatter in self._reduce_scatters)
+    def receive_arrived(self) -> bool:
+        """Takes in the sums if all have arrived; False if not."""
+        has_arrived = all(one.is_completed() for one in self._reduce_scatters)
+        if has_arrived:
+            self.receive()
+        return has_arrived
 
+    @torch.no_grad()
     def receive(self) -> None:
+        """Waits for the sums that are in flight, and takes them in."""
         reduce_scatters, self._reduce_scatters = self._reduce_scatters, []
         for reduce_scatter in reduce_scatters:
             with named_range(WAIT):
@@ -153,15 +181,22 @@ class _FlatLayerParameters:
                 self._total = self._new_shard()
             reduce_scatter.add_to(self._total, overwrite=is_first)
 
-    def settle(self, num_ranks_with_gradient: Iterator[float]) -> None:
-        """Adds the means to the shards' gradients where any rank had one."""
+    @torch.no_grad()
+    def settle(self, num_ranks_with_gradient: Sequence[float]) -> None:
+        """Adds the means to the shards' gradients.
+
+        Args:
+            num_ranks_with_gradient: For each parameter; where it is zero, the shard gets none.
+        """
         total, self._total = self._total, None
         if total is None:
             total = self._new_shard()
         total.div_(dist.get_world_size(self._group.get()))
-        for parameter, piece in zip(self.parameters, self._pieces, strict=True):
+        for parameter, piece, num_ranks in zip(
+            self.parameters, self._pieces, num_ranks_with_gradient, strict=True
+        ):
             parameter.has_gradient = False
-            if not next(num_ranks_with_gradient):
+            if not num_ranks:
                 continue
             mean = total[piece.start - self._begin : piece.stop - self._begin]
             if parameter.shard.grad is None:
@@ -169,20 +204,28 @@ class _FlatLayerParameters:
             else:
                 parameter.shard.grad.add_(mean)
 
-    def drop_gradients(self) -> None:
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Goes back to shards alone, whatever went on; gradients in flight are dropped."""
+        self.num_users = 0
+        self.free()
         self.receive()
         self._message = self._total = None
         for parameter in self.parameters:
             parameter.full.grad = None
             parameter.has_gradient = False
 
-    def gather_full(self) -> Iterator[tuple[str, Tensor]]:
+    @torch.no_grad()
+    def gather_full(self) -> dict[str, Tensor]:
+        """Returns all parameters in full and in their own dtype; all ranks must call it."""
         layout = self._layout
         flat = torch.empty(layout.num_elements, dtype=layout.dtype, device=layout.device)
         self._fill(flat)
         start_all_gather(flat, layout.borders, self._group.get()).wait()
-        for parameter, slot in zip(self.parameters, layout.slots, strict=True):
-            yield parameter.name, view_like(parameter.full, slot.piece_of(flat)).clone()
+        return {
+            parameter.name: view_like(parameter.full, slot.piece_of(flat)).clone()
+            for parameter, slot in zip(self.parameters, layout.slots, strict=True)
+        }
 
     def _new_shard(self) -> Tensor:
         return torch.zeros(self._shard_length, dtype=self._layout.dtype, device=self._layout.device)
@@ -199,112 +242,6 @@ class _FlatLayerParameters:
                     f"{layout.device}; convert it before"
                 )
             flat[piece].copy_(shard)
-
-
-class ShardedLayer:
-    """The parameters that are gathered and freed together.
-
-    Args:
-        named: Names and parameters, with the values that they begin with.
-        compute_dtype: What full parameters and their gradients are in; None for their own.
-        group: The ranks that share them.
-    """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        *,
-        compute_dtype: torch.dtype | None,
-        group: GroupReference,
-    ) -> None:
-        plans = plan_buckets([tensor_spec(*one) for one in named], cap_bytes=None)
-        self._flats = [_FlatLayerParameters(plan, named, compute_dtype, group) for plan in plans]
-        self._places = [
-            (flat, position) for flat in self._flats for position in range(len(flat.parameters))
-        ]
-        self.parameters = [flat.parameters[position] for flat, position in self._places]
-        self.num_users = 0
-        """How many forward passes that need the full parameters are going on."""
-        self._is_gathered = False
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """What the full parameters are views of, one per dtype."""
-        return [flat.buffer for flat in self._flats]
-
-    @property
-    def has_message(self) -> bool:
-        """Whether there are gradients that were not sent."""
-        return any(flat.has_message for flat in self._flats)
-
-    @torch.no_grad()
-    def start_all_gather(self) -> None:
-        """Starts to get the full parameters from all ranks, unless they are there."""
-        if not self._is_gathered:
-            self._is_gathered = True
-            for flat in self._flats:
-                flat.start_all_gather()
-
-    def wait(self) -> None:
-        """Waits until the full parameters are there."""
-        for flat in self._flats:
-            flat.wait()
-
-    def free(self) -> None:
-        """Gives back the memory of the full parameters, unless a forward pass uses them."""
-        if self._is_gathered and self.num_users == 0:
-            self._is_gathered = False
-            for flat in self._flats:
-                flat.free()
-
-    @torch.no_grad()
-    def take_gradient(self, index: int) -> None:
-        """Takes a complete gradient of one of the parameters for the next message."""
-        flat, position = self._places[index]
-        flat.take_gradient(position)
-
-    def start_reduce_scatter(self) -> None:
-        """Sends each owner its part of the gradients, with zeros for what is missing."""
-        for flat in self._flats:
-            flat.start_reduce_scatter()
-
-    def receive_arrived(self) -> bool:
-        """Takes in the sums if all have arrived; False if not."""
-        has_arrived = all(flat.has_arrived for flat in self._flats)
-        if has_arrived:
-            self.receive()
-        return has_arrived
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """Waits for the sums that are on their way, and takes them in."""
-        for flat in self._flats:
-            flat.receive()
-
-    @torch.no_grad()
-    def settle(self, num_ranks_with_gradient: Sequence[float]) -> None:
-        """Adds the means to the shards' gradients.
-
-        Args:
-            num_ranks_with_gradient: For each parameter; where it is zero, the shard gets none.
-        """
-        numbers = iter(num_ranks_with_gradient)
-        for flat in self._flats:
-            flat.settle(numbers)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Goes back to shards alone, whatever went on; gradients on their way are dropped."""
-        self.num_users = 0
-        self.free()
-        for flat in self._flats:
-            flat.drop_gradients()
-
-    @torch.no_grad()
-    def gather_full(self) -> dict[str, Tensor]:
-        """Returns all parameters in full and in their own dtype; all ranks must call it."""
-        return dict(itertools.chain.from_iterable(flat.gather_full() for flat in self._flats))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -346,11 +283,12 @@ def shard_module(
         ]
         # In a dictionary, as a parameter may occur more than once.
         new = {p: (names[p], p) for _, _, p in occurrences if p not in homes}
-        if new:
-            layer = ShardedLayer(list(new.values()), compute_dtype=compute_dtype, group=group)
+        named = list(new.values())
+        for plan in plan_buckets([tensor_spec(*one) for one in named], cap_bytes=None):
+            layer = ShardedLayer(plan, named, compute_dtype=compute_dtype, group=group)
             layers.append(layer)
-            by_name = {parameter.name: parameter for parameter in layer.parameters}
-            homes.update({p: (layer, by_name[name]) for name, p in new.values()})
+            for slot, parameter in zip(plan.slots, layer.parameters, strict=True):
+                homes[named[slot.tensor][1]] = (layer, parameter)
         users.append(
             LayerUser(
                 name=path,
