@@ -1,10 +1,16 @@
+import itertools
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.parallel.ddp.bucket_size import CANDIDATES_MB
+from paceline.parallel.buckets import TensorSpec
+from paceline.parallel.ddp import bucket_size
+from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, BucketSizeTuner
+from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy, Settings
 from tests.distributed.toys import (
     MODELS,
     data,
@@ -60,6 +66,38 @@ def test_watching_starts_anew_when_other_parameters_are_trained(rank_pool: Pools
     results = rank_pool(2).run(_train_with_auto, "frozen", True)
     assert len(set(results)) == 1
     assert results[0][1] == 5
+
+
+def _measure_with_a_slow_rank(rank: int, _world_size: int) -> tuple[float, float, float, float]:
+    before = bucket_size.time
+    if rank == 1:  # Every look at the clock is 0.05 s later than the one before.
+        ticks = itertools.count(0, 0.05)
+        bucket_size.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+    try:
+        settings = Settings(
+            group_reference=GroupReference(dist.group.WORLD),
+            device=torch.device("cpu"),
+            launch=LaunchPolicy.WHEN_READY,
+            reduction_dtype=None,
+        )
+        tuner = BucketSizeTuner(settings)
+    finally:
+        bucket_size.time = before
+    for _ in range(4):
+        tuner.observe([0.3 * (rank + 1)])
+    choice = tuner.choose([TensorSpec("weight", 2**20, torch.float32, torch.device("cpu"))])
+    (candidate,) = {(c.num_buckets, c.cost_s - c.exposed_s) for c in choice.candidates.values()}
+    assert candidate == (1, pytest.approx(choice.start_s))
+    return choice.start_s, choice.latency_s, choice.backward_s, choice.bucket_size_mb
+
+
+def test_the_slowest_rank_counts(rank_pool: Pools) -> None:
+    first, second = rank_pool(2).run(_measure_with_a_slow_rank)
+    assert first == second
+    start_s, latency_s, backward_s, _ = first
+    assert start_s == pytest.approx(0.05)
+    assert latency_s > 0.05  # Two looks at that clock, where a message takes a millisecond.
+    assert backward_s == pytest.approx(0.6)
 
 
 def _alone(_rank: int, _world_size: int) -> None:

@@ -258,9 +258,11 @@ def _weighted(rank: int, world_size: int, container: str) -> None:
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         (total / sum(weights)).backward()
         require_equal(ours, oracle)
-    loss_of(ours(data(2, rank), rank)).backward()  # The weight is for one synchronisation.
-    oracle_backward(oracle, 2, world_size)
-    require_equal(ours, oracle)
+    for step in (2, 3):  # The weight is for one synchronisation; where all are zero, all count.
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        ours.set_gradient_weight(0.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -55,11 +55,11 @@ _IN_BUCKETS: dict[StrategyName, Callable[..., nn.Module]] = {
     "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
 }
 
-_OPTIMIZERS: dict[StrategyName, Callable[..., Optimizer]] = {
-    "sharded_optimizer": ShardedOptimizer,
-    "sharded": ShardedOptimizer,
-    "sharded_per_bucket": ShardedOptimizer,
-}
+_SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = (
+    "sharded_optimizer",
+    "sharded",
+    "sharded_per_bucket",
+)
 
 
 def apply_strategy(
@@ -86,22 +86,19 @@ def make_optimizer(
 ) -> Optimizer:
     """Makes the optimizer of a model that a strategy has wrapped."""
     if name in ("torch_zero", "torch_zero_view") and dist.get_world_size() > 1:
-        return _torch_zero(model, optimizer_cls, in_buckets=name == "torch_zero_view", **options)
-    if name in _OPTIMIZERS:
-        return _OPTIMIZERS[name](model.parameters(), optimizer_cls, **options)
+        return ZeroRedundancyOptimizer(
+            model.parameters(),
+            optimizer_cls,
+            parameters_as_bucket_view=name == "torch_zero_view",
+            **options,
+        )
+    if name in _SHARD_THE_OPTIMIZER:
+        return ShardedOptimizer(model.parameters(), optimizer_cls, **options)
     return optimizer_cls(model.parameters(), **options)
 
 
-def _torch_zero(
-    model: nn.Module, optimizer_cls: type[Optimizer], *, in_buckets: bool, **options: Any
-) -> Optimizer:
-    return ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_cls, parameters_as_bucket_view=in_buckets, **options
-    )
-
-
 def message_sizes(module: nn.Module) -> list[int]:
-    """Returns the bytes of each all-reduce of the last step of a wrapped module."""
+    """Returns the bytes of each message of gradients in the last step of a wrapped module."""
     if isinstance(module, DataParallel):
         stats = module.synchronization_stats()
         return [] if stats is None else [bucket.num_bytes for bucket in stats.buckets]

@@ -154,3 +154,16 @@ def test_a_gradient_is_taken_once_and_scaled_on_the_way() -> None:
     assert parameter.grad.data_ptr() == bucket.buffer.data_ptr()
     assert not bucket.take(0, 0.5)
     assert parameter.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("reduction_dtype", [None, torch.bfloat16, torch.float64])
+def test_a_message_is_as_long_as_its_plan_says(reduction_dtype: torch.dtype | None) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, 7))]
+    names = ["a", "b"]
+    (plan,) = plan_buckets(
+        [tensor_spec(*named) for named in zip(names, parameters, strict=True)], None
+    )
+    message = Bucket(plan, parameters, names, reduction_dtype).pack(set(), 1.0)
+    # Behind the gradients, aligned to sixteen bytes, one number per parameter says who had one.
+    assert message.numel() == 36 + 4 + 2
+    assert plan.message_bytes(reduction_dtype) == message.nbytes

@@ -6,7 +6,7 @@ state there is for its shards, and reads these elements only, whoever has writte
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,13 +91,16 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """Returns what this rank has to save, by the names that the model gives its parameters."""
     names = _names(groups, model)
-    state: dict[str, Any] = {
-        f"{_STATE}.{names[shard.parameter]}.{key}": _piece(shard, key, value)
-        for part in parts
-        for shard in part.shards
-        for key, value in part.state_of(shard).items()
-    }
-    state[_GROUPS] = _pack_groups(groups)
+    state: dict[str, Any] = {}
+    for part in parts:
+        for shard in part.shards:
+            for key, value in part.state_of(shard).items():
+                elements = elements_of(shard, key, value)
+                state[f"{_STATE}.{names[shard.parameter]}.{key}"] = (
+                    value if elements is None else _piece(shard, elements)
+                )
+    # As text: the checkpoint would take lists apart. A learning rate may be a tensor.
+    state[_GROUPS] = json.dumps(pack_groups(groups), default=lambda value: value.item())
     state[_LAYOUT] = json.dumps({name: _layout(p) for p, name in names.items()})
     return state
 
@@ -112,42 +115,32 @@ def load_checkpoint(
     """Reads what this rank needs, and gives it to its inner optimizers."""
     names = _names(groups, model)
     saved = reader.read_metadata().state_dict_metadata
-    if f"{prefix}.{_GROUPS}" not in saved:
+    groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
+    if groups_name not in saved:
         raise OptimizerStateError(
             f"the checkpoint holds no sharded optimizer under {prefix!r}; its first entries are "
             f"{', '.join(list(saved)[:3])}"
         )
-    by_parameter: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {name: [] for name in names.values()}
     for full_name in saved:
-        if full_name.startswith(f"{prefix}.{_STATE}."):
-            name, _, key = full_name.removeprefix(f"{prefix}.{_STATE}.").rpartition(".")
-            by_parameter.setdefault(name, []).append(key)
-    wanted: dict[str, Any] = {f"{prefix}.{_GROUPS}": None, f"{prefix}.{_LAYOUT}": None}
+        name, _, key = full_name.rpartition(".")
+        if (of_state := name.removeprefix(f"{prefix}.{_STATE}.")) != name and of_state in keys:
+            keys[of_state].append(key)
+    wanted: dict[str, Any] = {groups_name: None, layout_name: None}
     found: dict[Shard, dict[str, str]] = {}
-    for part in parts:
-        for shard in part.shards:
-            name = names[shard.parameter]
-            found[shard] = {}
-            for key in by_parameter.get(name, ()):
-                full_name = f"{prefix}.{_STATE}.{name}.{key}"
-                wanted[full_name] = _room_for(saved[full_name], shard, key)
-                found[shard][key] = full_name
+    for shard in (shard for part in parts for shard in part.shards):
+        name = names[shard.parameter]
+        found[shard] = {key: f"{prefix}.{_STATE}.{name}.{key}" for key in keys[name]}
+        for key, full_name in found[shard].items():
+            wanted[full_name] = _room_for(saved[full_name], shard, key)
     load(wanted, storage_reader=reader)
-    _require_layout(names, json.loads(wanted[f"{prefix}.{_LAYOUT}"]))
-    load_options(groups, _unpack_groups(wanted[f"{prefix}.{_GROUPS}"]))
-    install(
-        parts,
-        {
-            shard: {key: _loaded(shard, wanted[full_name]) for key, full_name in full_names.items()}
-            for shard, full_names in found.items()
-        },
-    )
-
-
-def _pack_groups(groups: Sequence[dict[str, Any]]) -> str:
-    """Returns groups as text: a checkpoint would take lists apart, and ask for the same again."""
-    # A learning rate may be a tensor.
-    return json.dumps(pack_groups(groups), default=lambda value: value.item())
+    _require_layout(names, json.loads(wanted[layout_name]))
+    load_options(groups, _unpack_groups(wanted[groups_name]))
+    states = {
+        shard: {key: _loaded(shard, wanted[full_name]) for key, full_name in full_names.items()}
+        for shard, full_names in found.items()
+    }
+    install(parts, states)
 
 
 def _unpack_groups(text: str) -> list[dict[str, Any]]:
@@ -177,8 +170,10 @@ def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> No
 
 
 def _names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
-    """Returns the names of the optimizer's parameters in the model."""
-    known = {parameter: name for name, parameter in _inner_parameters(model)}
+    """Returns the names of the optimizer's parameters in the model, whatever its container."""
+    inner = getattr(model, "module", None)
+    model = inner if isinstance(inner, nn.Module) else model
+    known = {parameter: name for name, parameter in model.named_parameters()}
     numbers = number_parameters(groups)
     for parameter, number in numbers.items():
         if parameter not in known:
@@ -189,28 +184,18 @@ def _names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parame
     return {parameter: known[parameter] for parameter in numbers}
 
 
-def _inner_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields parameters by the inner model's names, which do not depend on the container."""
-    inner = getattr(model, "module", model)
-    yield from (inner if isinstance(inner, nn.Module) else model).named_parameters()
-
-
-def _piece(shard: Shard, key: str, value: Any) -> Any:
-    """Returns state as a piece of a flat tensor, if it has one number per element."""
-    elements = elements_of(shard, key, value)
-    if elements is None:
-        return value
+def _piece(shard: Shard, elements: Tensor) -> FlatPiece:
     return FlatPiece.of(elements, shard.start, num_reals(shard.parameter))
 
 
 def _room_for(saved: Any, shard: Shard, key: str) -> Any:
+    """Returns what an entry is read into."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
     if key == STEP or saved.size != (num_reals(shard.parameter),):
         return torch.empty(saved.size, dtype=dtype)
-    room = torch.empty(shard.end - shard.start, dtype=dtype)
-    return FlatPiece.of(room, shard.start, num_reals(shard.parameter))
+    return _piece(shard, torch.empty(shard.end - shard.start, dtype=dtype))
 
 
 def _loaded(shard: Shard, value: Any) -> Any:

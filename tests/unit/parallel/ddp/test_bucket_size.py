@@ -57,14 +57,14 @@ def test_costly_calls_make_large_buckets_and_cheap_ones_small() -> None:
     assert cheap.bucket_size_mb < 10 < costly.bucket_size_mb
 
 
-def test_starting_a_call_counts_where_nothing_else_does() -> None:
-    # The line is so fast that every size is hidden alike: fewer calls are better.
-    free = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11))
-    priced = choose_bucket_size(_tensors(), _arrivals(5.0), _cost(1e-5, 1e11, start_s=1e-3))
+def test_starting_calls_costs_and_makes_for_fewer() -> None:
+    free = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(1e-6, 3e8))
+    priced = choose_bucket_size(_tensors(), _arrivals(0.5), _cost(1e-6, 3e8, start_s=0.05))
+    for candidate in priced.candidates.values():
+        assert candidate.cost_s == candidate.exposed_s + candidate.num_buckets * 0.05
     chosen = priced.candidates[priced.bucket_size_mb]
-    assert chosen.num_buckets <= free.candidates[free.bucket_size_mb].num_buckets
-    fewest = min(candidate.num_buckets for candidate in priced.candidates.values())
-    assert chosen.num_buckets == fewest
+    assert chosen.num_buckets < free.candidates[free.bucket_size_mb].num_buckets
+    assert chosen.cost_s == min(candidate.cost_s for candidate in priced.candidates.values())
 
 
 def test_the_choice_explains_itself() -> None:
