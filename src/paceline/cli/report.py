@@ -176,20 +176,20 @@ def _build(command: BuildCommand) -> None:
         read_sweep(runs)  # A file that cannot be read is better known before hours of measuring.
     cases = () if command.preset is None else suite_cases(command.preset, quick=command.quick)
     console = stderr_console()
-    built = measure_and_write(
+    paths, num_failed = measure_and_write(
         command.store.store,
         command.out,
         cases=cases,
         runs=runs,
         say=lambda text: console.print(f"paceline: {text}", markup=False, soft_wrap=True),
     )
-    if built.num_failed:
+    if num_failed:
         console.print(
-            f"paceline: failed cases: {built.num_failed}; the report says why, and "
+            f"paceline: failed cases: {num_failed}; the report says why, and "
             "the same command tries again what may yet succeed",
             soft_wrap=True,
         )
-    for path in built.paths:
+    for path in paths:
         if command.output.json:
             sys.stdout.write(msgspec.json.encode({"path": str(path)}).decode() + "\n")
         else:

@@ -35,8 +35,9 @@ _H100_SIZE = 80
 _TPU_SIZE = 95
 _COMPUTE = 4.6e14
 _BANDWIDTH = 2 * 9e10
-_FSDP_AXES, _TENSOR_AXES = 2, 1
 _FSDP, _TENSOR = 16, 4
+_NUM_DEVICES = _FSDP * _TENSOR
+_AXES = {"fsdp_axes": 2, "tensor_axes": 1}
 _EXAMPLE_TOKENS = 4096
 _CONVENTIONS: tuple[tuple[Communications, str], ...] = (
     ("add", "one after the other"),
@@ -51,12 +52,7 @@ def account(shape: ModelShape) -> tuple[Explanation, ...]:
             "this accounting is for models of two plain matrices per block, without attention, "
             "embedding or output layer, such as xxl"
         )
-    return (
-        _memory(shape),
-        _sharded_memory(shape),
-        _fixed_mesh(shape),
-        _any_mesh(shape),
-    )
+    return (_memory(shape), _sharded_memory(shape), _fixed_mesh(shape), _any_mesh(shape))
 
 
 def saved_bytes_per_token(shape: ModelShape) -> int:
@@ -159,7 +155,6 @@ def _sharded_memory(shape: ModelShape) -> Explanation:
 
 def _fixed_mesh(shape: ModelShape) -> Explanation:
     gamma = _COMPUTE / _BANDWIDTH
-    num_devices = _FSDP * _TENSOR
     steps = [
         WorkedLine(
             formula="gamma = C / W",
@@ -175,9 +170,8 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
                 shape.d_ff,
                 fsdp=_FSDP,
                 tensor=_TENSOR,
-                fsdp_axes=_FSDP_AXES,
-                tensor_axes=_TENSOR_AXES,
                 communications=communications,
+                **_AXES,
             )
         )
         values[f"batch_tokens_{communications}"] = batch
@@ -185,10 +179,10 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
         steps.append(
             WorkedLine(
                 formula=f"F / (Y M_X) {joined} B / (X M_Y) < B F / (N gamma), {phrase}",
-                numbers=f"{shape.d_ff} / ({_TENSOR} · {_FSDP_AXES}) {joined} "
-                f"B / ({_FSDP} · {_TENSOR_AXES}) < "
-                f"B · {shape.d_ff} / ({num_devices} · {gamma:,.1f})",
-                result=f"B > {batch:,.0f} tokens, {batch / num_devices:,.0f} per device",
+                numbers=f"{shape.d_ff} / ({_TENSOR} · {_AXES['fsdp_axes']}) {joined} "
+                f"B / ({_FSDP} · {_AXES['tensor_axes']}) < "
+                f"B · {shape.d_ff} / ({_NUM_DEVICES} · {gamma:,.1f})",
+                result=f"B > {batch:,.0f} tokens, {batch / _NUM_DEVICES:,.0f} per device",
             )
         )
     return Explanation(
@@ -204,37 +198,24 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
 
 def _any_mesh(shape: ModelShape) -> Explanation:
     gamma = _COMPUTE / _BANDWIDTH
-    num_devices = _FSDP * _TENSOR
+    mesh = {"num_devices": _NUM_DEVICES, **_AXES}
     steps, values = [], {}
     for communications, phrase in _CONVENTIONS:
         batch = float(
             smallest_batch_tokens_of_any_mesh(
-                gamma,
-                shape.d_ff,
-                num_devices=num_devices,
-                fsdp_axes=_FSDP_AXES,
-                tensor_axes=_TENSOR_AXES,
-                communications=communications,
+                gamma, shape.d_ff, communications=communications, **mesh
             )
         )
-        fsdp = float(
-            best_fsdp(
-                batch,
-                shape.d_ff,
-                num_devices=num_devices,
-                fsdp_axes=_FSDP_AXES,
-                tensor_axes=_TENSOR_AXES,
-            )
-        )
+        tensor = _NUM_DEVICES / float(best_fsdp(batch, shape.d_ff, **mesh))
         values[f"batch_tokens_{communications}"] = batch
-        values[f"tensor_{communications}"] = num_devices / fsdp
+        values[f"tensor_{communications}"] = tensor
         factor = "4 · " if communications == "add" else ""
         steps.append(
             WorkedLine(
                 formula=f"B = {factor}N gamma² / (F M_X M_Y), {phrase}",
-                numbers=f"{factor}{num_devices} · {gamma:,.1f}² / "
-                f"({shape.d_ff} · {_FSDP_AXES} · {_TENSOR_AXES})",
-                result=f"B > {batch:,.0f} tokens, at Y = {num_devices / fsdp:.1f}",
+                numbers=f"{factor}{_NUM_DEVICES} · {gamma:,.1f}² / "
+                f"({shape.d_ff} · {_AXES['fsdp_axes']} · {_AXES['tensor_axes']})",
+                result=f"B > {batch:,.0f} tokens, at Y = {tensor:.1f}",
             )
         )
     return Explanation(

@@ -1,6 +1,5 @@
 """From a store's records to a report, and its files; what the store lacks may be measured first."""
 
-import dataclasses
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -26,15 +25,6 @@ _KEY_FINDINGS = (
 _ON_GPUS = "paceline report build --preset 2gpu --quick"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BuiltReport:
-    """Where a report was written, and what it lacks."""
-
-    paths: tuple[pathlib.Path, ...]
-    num_failed: int
-    """Cases that were tried and left nothing."""
-
-
 def measure_and_write(
     store: pathlib.Path,
     directory: pathlib.Path,
@@ -42,8 +32,10 @@ def measure_and_write(
     cases: Sequence[SuiteCase],
     runs: pathlib.Path | None,
     say: Say,
-) -> BuiltReport:
+) -> tuple[tuple[pathlib.Path, ...], int]:
     """Runs the cases that the store lacks, and writes the report of all that it holds.
+
+    Returns the paths of the report, and how many cases were tried and left nothing.
 
     Args:
         store: JSON Lines file of records.
@@ -56,8 +48,7 @@ def measure_and_write(
     if cases:
         suite = Suite(cases=cases, store=RecordStore(store), workspace=directory / "suite")
         num_failed = suite.run(say)
-    paths = write_report(list(RecordStore(store).read()), directory, runs)
-    return BuiltReport(paths=paths, num_failed=num_failed)
+    return write_report(list(RecordStore(store).read()), directory, runs), num_failed
 
 
 def write_report(

@@ -4,7 +4,7 @@ from paceline.core.presets import model_preset
 from paceline.core.units import to_gibibytes
 from paceline.course.accounting import account
 from paceline.course.findings.template import make_finding
-from paceline.course.number_formats import AUTOCAST_FORMATS, repeated_sum
+from paceline.course.low_precision import AUTOCAST_DTYPES, repeated_sum
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.tables.table import Table
@@ -20,7 +20,7 @@ _EXACT = 10.0
 
 def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
     """Adds 0.01 a thousand times in four ways."""
-    sums = [repeated_sum(sum_format=total, term_format=term) for total, term, _ in _SUMS]
+    sums = [repeated_sum(sum_dtype=total, term_dtype=term) for total, term, _ in _SUMS]
     worst = max(sums, key=lambda each: abs(each.result - _EXACT))
     represented = sums[2]
     return (
@@ -47,7 +47,7 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
                     "The sum in {sum_dtype} is furthest off, {result:.4f}: its numbers are "
                     "{spacing:.4g} apart there, so every addition above 8 moves it by that instead "
                     "of {term:.6f}.",
-                    sum_dtype=worst.sum_format,
+                    sum_dtype=worst.sum_dtype,
                     result=worst.result,
                     spacing=worst.spacing,
                     term=worst.term,
@@ -58,7 +58,7 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
                     "{term:.9f}, and a thousand of those are as much however they are added.",
                     "Keep sums in float32, and cast terms before they lose digits.",
                     result=represented.result,
-                    term_dtype=represented.term_format,
+                    term_dtype=represented.term_dtype,
                     term=represented.term,
                 ),
             ),
@@ -74,7 +74,7 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
             tables=(
                 Table(
                     headers=("what", "on CUDA", "on a CPU"),
-                    rows=AUTOCAST_FORMATS,
+                    rows=AUTOCAST_DTYPES,
                     caption="checked by tests/unit/models/test_mixed_precision.py",
                 ),
             ),

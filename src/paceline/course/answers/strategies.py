@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from paceline.core.finding import Finding
-from paceline.course.answers.block import measured_block
-from paceline.course.findings.overhead import overhead_figures, overhead_findings
+from paceline.course.answers.block import drawn_blocks, measured_block
+from paceline.course.findings.overhead import find_overhead, overhead_findings
 from paceline.course.findings.strategies import (
     flat_findings,
     naive_findings,
@@ -13,8 +12,8 @@ from paceline.course.findings.strategies import (
 )
 from paceline.course.findings.template import make_finding
 from paceline.records import Record
-from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTION, PREDICTS
-from paceline.reports.document.model import Block, Picture
+from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTS
+from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture, picture_of
 from paceline.reports.evidence.fields import strategy_text
 from paceline.reports.evidence.groups import Evidence, comparable_groups
@@ -30,6 +29,9 @@ from paceline.reports.evidence.strategies import (
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.tables.table import records_table
 
+_PHASES = {"strategies": "Phases of a training step by strategy"}
+_SIZES = {"bucket-size": "Exposed communication by bucket size, measured and predicted"}
+
 
 def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
     """Says how equality with one process is shown."""
@@ -44,21 +46,17 @@ def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what one message per parameter costs."""
-    blocks = []
-    for number, group in enumerate(strategy_groups(evidence, "naive")):
-        *_, naive = shown = of_strategies(group, "none", "naive")
-        blocks.append(_block(group, shown, f"naive-{number}", naive_findings(naive, group)))
-    return tuple(blocks)
+    """Answers what one all-reduce per parameter costs."""
+    groups = strategy_groups(evidence, "naive")
+    shown = [of_strategies(group, "none", "naive") for group in groups]
+    return drawn_blocks(shown, naive_findings, name="naive", plots=_PHASES)
 
 
 def answer_flat(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what one message for everything gains over one per parameter."""
-    blocks = []
-    for number, group in enumerate(strategy_groups(evidence, "naive", "flat")):
-        naive, flat = shown = of_strategies(group, "naive", "flat")
-        blocks.append(_block(group, shown, f"flat-{number}", flat_findings(naive, flat)))
-    return tuple(blocks)
+    """Answers what one all-reduce for everything gains over one per parameter."""
+    groups = strategy_groups(evidence, "naive", "flat")
+    shown = [of_strategies(group, "naive", "flat") for group in groups]
+    return drawn_blocks(shown, flat_findings, name="flat", plots=_PHASES)
 
 
 def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
@@ -67,26 +65,22 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
     for number, group in enumerate(strategy_groups(evidence, "bucketed")):
         shown = of_strategies(group, *STRATEGIES)
         predictions = _predictions(evidence, group)
-        findings = overlap_findings(shown, predictions)
-        sizes = _bucket_sizes([*shown, *predictions], f"bucket-size-{number}")
-        blocks.append(_block(group, shown, f"strategies-{number}", findings, sizes))
+        plots = {"strategies": shown}
+        sizes = {record.case["bucket_size_mb"] for record in shown}
+        if len(sizes - {None, "auto"}) > 1:
+            plots["bucket-size"] = [*shown, *predictions]
+        blocks.append(
+            measured_block(
+                group,
+                tables=(records_table(shown),),
+                pictures=[
+                    draw_picture(plot, drawn, f"{plot}-{number}", (_PHASES | _SIZES)[plot])
+                    for plot, drawn in plots.items()
+                ],
+                findings=overlap_findings(shown, predictions),
+            )
+        )
     return tuple(blocks)
-
-
-def _block(
-    group: Sequence[Record],
-    shown: Sequence[Record],
-    name: str,
-    findings: Sequence[Finding],
-    further: Sequence[Picture] = (),
-) -> Block:
-    phases = draw_picture("strategies", shown, name, "Phases of a training step by strategy")
-    return measured_block(
-        group,
-        tables=(records_table(shown),),
-        pictures=(phases, *further),
-        findings=findings,
-    )
 
 
 def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
@@ -104,14 +98,6 @@ def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _bucket_sizes(records: Sequence[Record], name: str) -> list[Picture]:
-    sizes = {record.case["bucket_size_mb"] for record in records if record.kind != PREDICTION}
-    if len(sizes - {None, "auto"}) < 2:
-        return []
-    description = "Exposed communication by bucket size, measured and predicted"
-    return [draw_picture("bucket-size", records, name, description)]
-
-
 def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
     """Shows one step of each strategy on one axis of time."""
     blocks = []
@@ -124,18 +110,13 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
             strategy_text(record): record
             for record in sorted(measured, key=exposed_seconds, reverse=True)
         }
+        description = "Computing and communication of every rank in one step, by strategy"
+        drawn = [*measured, *predictions]
         blocks.append(
             measured_block(
                 group,
                 tables=(records_table(measured),),
-                pictures=(
-                    draw_picture(
-                        "timelines",
-                        [*measured, *predictions],
-                        f"timelines-{number}",
-                        "Computing and messages of every rank in one step, by strategy",
-                    ),
-                ),
+                pictures=(draw_picture("timelines", drawn, f"timelines-{number}", description),),
                 findings=trace_findings(waits_least),
             )
         )
@@ -144,18 +125,13 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
 
 def calculate_overhead(evidence: Evidence) -> tuple[Block, ...]:
     """Works out overhead and best bucket size, with measured numbers where there are any."""
-    figures = overhead_figures(evidence)
+    overhead = find_overhead(evidence)
+    description = "Four ways to average gradients, played through the recurrence"
     return (
         Block(
-            heading=f"With numbers that are {figures.source}",
-            working=figures.work(),
-            pictures=(
-                picture_of(
-                    plot_designs(),
-                    "data-parallel-designs",
-                    "Four ways to average gradients, played through the recurrence",
-                ),
-            ),
-            findings=tuple(overhead_findings(figures)),
+            heading=f"With numbers that are {overhead.source}",
+            working=overhead.working,
+            pictures=(picture_of(plot_designs(), "data-parallel-designs", description),),
+            findings=tuple(overhead_findings(overhead)),
         ),
     )

@@ -94,7 +94,8 @@ def _latency(fit: Record, small: Record) -> Finding:
 
 
 def _by_ranks(curves: dict[float, list[Record]]) -> list[Finding]:
-    few, many = ({_size(each): each for each in curves[ranks]} for ranks in _ends(curves))
+    ends = (min(curves), max(curves))
+    few, many = ({_size(each): each for each in curves[ranks]} for ranks in ends)
     shared = few.keys() & many.keys()
     if len(curves) < 2 or not shared:
         return []
@@ -116,10 +117,6 @@ def _by_ranks(curves: dict[float, list[Record]]) -> list[Finding]:
             verdict=against(_bus(last), _bus(first)),
         )
     ]
-
-
-def _ends(curves: dict[float, list[Record]]) -> tuple[float, float]:
-    return min(curves), max(curves)
 
 
 def _bus(record: Record) -> float:

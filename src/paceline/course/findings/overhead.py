@@ -1,6 +1,7 @@
 """The equation of bucketed data parallelism with figures put in, measured ones where there are."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import msgspec
 
@@ -13,64 +14,59 @@ from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_topology
 from paceline.reports.evidence.strategies import OVER, has_peers
 
-_NEEDED = ("gradient_bytes", "algorithm_bandwidth_bytes_per_s", "latency_s")
+_NEEDED = {
+    "gradient_bytes": "total_bytes",
+    "algorithm_bandwidth_bytes_per_s": "bytes_per_s",
+    "latency_s": "latency_s",
+}
+"""What the equation calls the metrics of a prediction."""
+# For stores without measurements: a model of 2e9 float32 parameters on fast links.
+_EXAMPLE = {"total_bytes": 8e9, "bytes_per_s": 1e11, "latency_s": 2e-5}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverheadFigures:
+class Overhead:
     """What the equation is filled with."""
 
     source: str
     """Where the figures are from."""
-    total_bytes: float
-    bytes_per_s: float
-    latency_s: float
+    figures: Mapping[str, float]
     without: Record | None = None
     """The same step without any communication, which tells how long backward takes."""
 
-    def work(self) -> tuple[Explanation, ...]:
-        """Works the equation out, and once more for the backward that was measured."""
-        options = {
-            "total_bytes": self.total_bytes,
-            "bytes_per_s": self.bytes_per_s,
-            "latency_s": self.latency_s,
-        }
-        balanced = explain_overhead(**options)
+    @property
+    def working(self) -> tuple[Explanation, ...]:
+        """The equation worked out, and once more for the backward that was measured."""
+        balanced = explain_overhead(**self.figures)
         if self.without is None:
             return (balanced,)
-        return balanced, explain_overhead(**options, backward_s=_backward_seconds(self.without))
+        backward_s = _backward_seconds(self.without)
+        return balanced, explain_overhead(**self.figures, backward_s=backward_s)
 
 
-# For stores without measurements: a model of 2e9 float32 parameters on fast links.
-_EXAMPLE = OverheadFigures(
-    source="an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call",
-    total_bytes=8e9,
-    bytes_per_s=1e11,
-    latency_s=2e-5,
-)
-
-
-def overhead_figures(evidence: Evidence) -> OverheadFigures:
+def find_overhead(evidence: Evidence) -> Overhead:
     """Returns what was measured of the group that a prediction was made for, or an example."""
     for record in evidence.predictions("ddp"):
         # A fit without a slope has no bandwidth, and one through the origin no latency.
-        figures = [record.metrics[name].value for name in _NEEDED if name in record.metrics]
-        if len(figures) < len(_NEEDED) or min(figures) <= 0 or not has_peers(record):
+        figures = {
+            name: metric.value
+            for key, name in _NEEDED.items()
+            if (metric := record.metrics.get(key)) is not None and metric.value > 0
+        }
+        if len(figures) < len(_NEEDED) or not has_peers(record):
             continue
-        total_bytes, bytes_per_s, latency_s = figures
         same = [
             each
             for each in evidence.find("ddp", strategy="none")
             if each.metrics and _backward_seconds(each) > 0 and _is_same_step(each, record)
         ]
-        return OverheadFigures(
+        return Overhead(
             source=f"measured: {record.case['model']} on {describe_topology(record)}",
-            total_bytes=total_bytes,
-            bytes_per_s=bytes_per_s,
-            latency_s=latency_s,
+            figures=figures,
             without=same[-1] if same else None,
         )
-    return _EXAMPLE
+    source = "an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call"
+    return Overhead(source=source, figures=_EXAMPLE)
 
 
 def _is_same_step(without: Record, record: Record) -> bool:
@@ -79,9 +75,9 @@ def _is_same_step(without: Record, record: Record) -> bool:
     return join_key(msgspec.structs.replace(without, case=case)) == join_key(record)
 
 
-def overhead_findings(figures: OverheadFigures) -> list[Finding]:
+def overhead_findings(overhead: Overhead) -> list[Finding]:
     """Tells which buckets are best, each time under what assumption."""
-    balanced, *measured = (working.values for working in figures.work())
+    balanced, *measured = (working.values for working in overhead.working)
     findings = [
         make_finding(
             "overhead_equation",
@@ -100,9 +96,8 @@ def overhead_findings(figures: OverheadFigures) -> list[Finding]:
             **balanced,
         ),
     ]
-    for best in measured:
-        assert figures.without is not None
-        case = figures.without.case
+    if overhead.without is not None:
+        (best,), figures, case = measured, overhead.figures, overhead.without.case
         findings.append(
             make_finding(
                 "best_bucket_measured",
@@ -110,11 +105,10 @@ def overhead_findings(figures: OverheadFigures) -> list[Finding]:
                 "communication, {backward_s} at batch {batch} and context {context}, where the "
                 "bytes need {sending_s}, {num_buckets} buckets of {bucket_bytes} are best, and "
                 "leave {overhead_s} exposed.",
-                "",
-                backward_s=_backward_seconds(figures.without),
+                backward_s=_backward_seconds(overhead.without),
                 batch=str(case["batch"]),
                 context=str(case["context"]),
-                sending_s=figures.total_bytes / figures.bytes_per_s,
+                sending_s=figures["total_bytes"] / figures["bytes_per_s"],
                 **best,
             )
         )

@@ -3,20 +3,21 @@
 from collections.abc import Sequence
 
 from paceline.core.finding import Finding
+from paceline.core.strategies import StrategyName
 from paceline.course.findings.template import against, make_finding
 from paceline.records import Record
 from paceline.reports.evidence.comparison import compare
 from paceline.reports.evidence.fields import case_number, strategy_text
 from paceline.reports.evidence.strategies import step_seconds
 
-BASELINE = "torch_ddp"
+BASELINE: StrategyName = "torch_ddp"
 _PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 _PREDICTED = "predicted_peak_before_step_bytes"
 
 
 def memory_findings(records: Sequence[Record]) -> list[Finding]:
     """Tells what sharding saves at each instant, and whether the peaks are the predicted ones."""
-    baseline = find_baseline(records)
+    baseline = _find_baseline(records)
     parts = {name: baseline.metrics[f"before_step_{name}_bytes"].value for name in _PARTS}
     largest = max(parts, key=lambda name: parts[name])
     findings = [
@@ -65,7 +66,7 @@ def memory_findings(records: Sequence[Record]) -> list[Finding]:
 
 def time_findings(records: Sequence[Record]) -> list[Finding]:
     """Tells what sharding does to the time of a step and of the optimizer."""
-    baseline = find_baseline(records)
+    baseline = _find_baseline(records)
     findings = [
         make_finding(
             "step_against_unsharded",
@@ -95,8 +96,7 @@ def time_findings(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def find_baseline(records: Sequence[Record]) -> Record:
-    """Returns the unsharded one."""
+def _find_baseline(records: Sequence[Record]) -> Record:
     return next(record for record in records if record.case["strategy"] == BASELINE)
 
 

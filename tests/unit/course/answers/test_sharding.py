@@ -53,11 +53,7 @@ def test_the_time_of_sharding_is_judged_by_its_samples(
     times = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
     figures = {**times, "unsharded_step_s": 1.0, "says": ("sharded_optimizer", says)}
     expected = {"step_against_unsharded": figures, "sharding_tradeoff": {"world_size": 4}}
-    blocks = answer_time(Evidence.of(pair))
-    check(blocks, expected)
-    assert blocks[0].tables[0].rows[1][1:] == (
-        *(f"{step * 1e3:.4g}", f"{step**2 * 125:.4g}", f"{step:.3f}"),
-    )
+    check(answer_time(Evidence.of(pair)), expected)
 
 
 def test_one_rank_shards_no_work() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.course.answers import strategies
+from paceline.course.answers import block, strategies
 from paceline.course.answers.strategies import (
     answer_flat,
     answer_naive,
@@ -29,7 +29,8 @@ GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
 
 @pytest.fixture(autouse=True)
 def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "draw_picture", no_drawing)
+    for module in (block, strategies):
+        monkeypatch.setattr(module, "draw_picture", no_drawing)
 
 
 def _step(
@@ -245,10 +246,10 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
         )
         for strategy, rank, overlapped, exposed in cases
     ]
-    (block,) = answer_traces(Evidence.of(records))
+    (traced,) = answer_traces(Evidence.of(records))
     assert [
         (each.message.split(":")[0], each.figures["exposed_s"], each.figures["overlapped_share"])
-        for each in block.findings
+        for each in traced.findings
     ] == [("naive", 0.49, pytest.approx(0.02)), ("bucketed", 0.1, pytest.approx(0.9))]
 
 
@@ -302,7 +303,7 @@ def test_the_equation_is_filled_with_what_belongs_together(
 def test_pictures_of_steps_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pair = Evidence.of([_step("naive"), _step("flat")])
-    for answer, name in ((answer_naive, "naive-0"), (answer_flat, "flat-0")):
-        (block,) = answer(pair)
-        assert [picture.name for picture in block.pictures] == [name]
-        assert b"</svg>" in block.pictures[0].svg
+    for answer, name in ((answer_naive, "naive-0-strategies"), (answer_flat, "flat-0-strategies")):
+        (answered,) = answer(pair)
+        assert [picture.name for picture in answered.pictures] == [name]
+        assert b"</svg>" in answered.pictures[0].svg

@@ -1,6 +1,6 @@
-"""What number formats do to sums, and what autocast computes in which of them.
+"""What low precision does to sums, and what autocast computes in which dtype.
 
-A sum has two errors: its terms may not be numbers of their format (0.01 is not one of float16),
+A sum has two errors: its terms may not be numbers of their dtype (0.01 is not one of float16),
 and near the sum its own numbers may lie further apart than a term is large. Both are shown by
 adding the same term many times.
 """
@@ -14,27 +14,27 @@ import numpy as np
 class RepeatedSum:
     """One term added many times."""
 
-    sum_format: str
-    term_format: str
+    sum_dtype: str
+    term_dtype: str
     num_terms: int
     result: float
     term: float
-    """The term as its format represents it."""
+    """The term as its dtype represents it."""
     spacing: float
-    """How far apart the numbers of the sum's format are at the result."""
+    """How far apart the numbers of the sum's dtype are at the result."""
 
 
 def repeated_sum(
-    *, sum_format: str, term_format: str, term: float = 0.01, num_terms: int = 1000
+    *, sum_dtype: str, term_dtype: str, term: float = 0.01, num_terms: int = 1000
 ) -> RepeatedSum:
     """Adds a term again and again, rounding after every addition."""
-    represented = np.dtype(term_format).type(term)
-    total = np.dtype(sum_format).type(0)
+    represented = np.dtype(term_dtype).type(term)
+    total = np.dtype(sum_dtype).type(0)
     for _ in range(num_terms):
-        total = np.dtype(sum_format).type(total + represented)
+        total = np.dtype(sum_dtype).type(total + represented)
     return RepeatedSum(
-        sum_format=sum_format,
-        term_format=term_format,
+        sum_dtype=sum_dtype,
+        term_dtype=term_dtype,
         num_terms=num_terms,
         result=float(total),
         term=float(represented),
@@ -42,11 +42,11 @@ def repeated_sum(
     )
 
 
-AUTOCAST_FORMATS: tuple[tuple[str, str, str], ...] = (
+AUTOCAST_DTYPES: tuple[tuple[str, str, str], ...] = (
     ("parameters inside the autocast region", "float32", "float32"),
-    ("output of the first linear layer", "sixteen bits", "sixteen bits"),
-    ("output of the layer norm", "float32", "sixteen bits"),
-    ("logits", "sixteen bits", "sixteen bits"),
+    ("output of the first linear layer", "bf16 or fp16", "bf16 or fp16"),
+    ("output of the layer norm", "float32", "bf16 or fp16"),
+    ("logits", "bf16 or fp16", "bf16 or fp16"),
     ("loss (cross-entropy)", "float32", "float32"),
     ("gradients of the parameters", "float32", "float32"),
 )
