@@ -76,3 +76,12 @@ def test_seven_matrices_per_layer_and_one() -> None:
         model = TransformerLM(shape)
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert len(linears) == 7 * 36 + 1
+
+
+def test_the_causal_convention_counts_the_keys_that_each_query_sees() -> None:
+    shape, context = model_preset("bytes-6M"), 7
+    causal = flops_per_token(shape, context, convention="causal")
+    visible = sum(range(1, context + 1)) / context
+    scores = 4 * shape.num_layers * shape.attention_width * visible
+    assert causal.forward == 2 * count_parameters(shape).matmul + scores
+    assert causal.backward == 2 * causal.forward

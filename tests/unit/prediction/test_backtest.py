@@ -73,6 +73,17 @@ def test_intervals_hold_what_they_promise() -> None:
     assert 0.87 <= float(np.mean(covered)) <= 0.95
 
 
+def test_the_interval_is_that_of_cases_predicted_without_themselves() -> None:
+    cases = _cases(15, noise=0.05)
+    errors = []
+    for index, case in enumerate(cases):
+        others = fit_correction([*cases[:index], *cases[index + 1 :]])
+        predicted = others.apply(case.terms).value
+        errors.append(abs(np.log(predicted / case.measured_s)))
+    # Nine in ten of 16, the case to come among them.
+    assert fit_correction(cases).log_error == pytest.approx(sorted(errors)[14])
+
+
 def test_a_case_does_not_judge_itself() -> None:
     cases = _cases(40, noise=0.01)
     odd = BacktestCase(labels={}, terms=cases[0].terms, measured_s=10 * cases[0].measured_s)

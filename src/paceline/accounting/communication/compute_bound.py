@@ -25,16 +25,6 @@ Communications = Literal["add", "overlap"]
 """Whether the communications of the two dimensions run one after the other or together."""
 
 
-def smallest_fsdp_tokens_per_device(gamma: Numbers, *, fsdp_axes: Numbers) -> Any:
-    """Returns gamma / M_X: with fewer tokens per device, gathering weights takes longer."""
-    return np.asarray(gamma, dtype=np.float64) / fsdp_axes
-
-
-def largest_tensor_parallel(gamma: Numbers, d_ff: Numbers, *, tensor_axes: Numbers) -> Any:
-    """Returns M_Y F / gamma: over more devices, exchanging activations takes longer."""
-    return tensor_axes * np.asarray(d_ff, dtype=np.float64) / gamma
-
-
 def smallest_batch_tokens(
     gamma: Numbers,
     d_ff: Numbers,

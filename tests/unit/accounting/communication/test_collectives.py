@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from paceline.accounting.communication.alpha_beta_fit import find_warnings, fit_collective
 from paceline.accounting.communication.collectives import (
     bus_factor,
-    hierarchical_all_reduce_time_s,
     ring_time_s,
     tree_all_reduce_time_s,
 )
@@ -44,21 +43,12 @@ def test_trees_win_when_latency_counts_and_rings_when_bytes_do() -> None:
     assert tree_all_reduce_time_s(1e10, 4, **line) > ring_time_s("all_reduce", 1e10, 4, **line)
 
 
-def test_one_host_is_a_ring_and_one_rank_per_host_too() -> None:
-    tiers = {
-        "inside_latency_s": 1e-6,
-        "inside_bytes_per_s": 450e9,
-        "across_latency_s": 1e-5,
-        "across_bytes_per_s": 50e9,
-    }
-    inside = hierarchical_all_reduce_time_s(1e9, num_hosts=1, ranks_per_host=8, **tiers)
-    assert inside == pytest.approx(
-        ring_time_s("all_reduce", 1e9, 8, latency_s=1e-6, bytes_per_s=450e9)
-    )
-    across = hierarchical_all_reduce_time_s(1e9, num_hosts=4, ranks_per_host=1, **tiers)
-    assert across == pytest.approx(
-        ring_time_s("all_reduce", 1e9, 4, latency_s=1e-5, bytes_per_s=50e9)
-    )
+@pytest.mark.parametrize(("num_ranks", "hops"), [(1, 0), (2, 2), (5, 6), (8, 6), (1024, 20)])
+def test_a_tree_goes_up_and_down(num_ranks: int, hops: int) -> None:
+    line = {"latency_s": 1e-5, "bytes_per_s": 25e9}
+    assert tree_all_reduce_time_s(0.0, num_ranks, **line) == pytest.approx(hops * 1e-5)
+    transfer = 2e9 / 25e9 if num_ranks > 1 else 0.0
+    assert tree_all_reduce_time_s(1e9, num_ranks, **line) == pytest.approx(hops * 1e-5 + transfer)
 
 
 def test_costs_take_arrays() -> None:
@@ -140,6 +130,13 @@ def test_the_published_table_with_timed_set_up_is_recognised() -> None:
     (warning,) = find_warnings(fit, bus_bytes_per_s=2.4e9, line_bytes_per_s=None)
     assert warning.name == "timed_setup"
     assert "warm up" in warning.message
+
+
+@pytest.mark.parametrize(("share", "is_warned"), [(1.01, False), (1.03, True)])
+def test_two_percent_above_the_line_rate_are_noise(share: float, is_warned: bool) -> None:
+    fit = fit_collective({10**6: [1e-3], 10**7: [1e-2]})
+    warnings = find_warnings(fit, bus_bytes_per_s=share * 1e9, line_bytes_per_s=1e9)
+    assert [warning.name for warning in warnings] == ["above_line_rate"] * is_warned
 
 
 def test_more_than_the_line_carries_is_recognised() -> None:

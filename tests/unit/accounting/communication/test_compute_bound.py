@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 from paceline.accounting.communication.compute_bound import (
     Communications,
     best_fsdp,
-    largest_tensor_parallel,
     smallest_batch_tokens,
     smallest_batch_tokens_of_any_mesh,
-    smallest_fsdp_tokens_per_device,
 )
 
 gammas = st.floats(100, 5000)
@@ -44,7 +42,7 @@ def test_at_the_bound_computing_takes_as_long_as_communicating(
                 communications=communications,
             )
         )
-        possible = tensor < largest_tensor_parallel(gamma, d_ff, tensor_axes=of_tensor)
+        possible = tensor < of_tensor * d_ff / gamma
         assert np.isfinite(batch) == possible
         if possible:
             weights, activations, compute = _times(
@@ -93,8 +91,8 @@ def test_no_split_needs_less_than_the_best(
 
 
 def test_one_dimension_alone() -> None:
-    assert smallest_fsdp_tokens_per_device(2555.6, fsdp_axes=2) == pytest.approx(1277.8)
     alone = smallest_batch_tokens(
         2555.6, 53248, fsdp=64, tensor=1, fsdp_axes=2, tensor_axes=1, communications="overlap"
     )
+    # gamma / M_X tokens per device.
     assert alone / 64 == pytest.approx(1277.8)

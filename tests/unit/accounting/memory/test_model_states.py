@@ -11,6 +11,7 @@ from paceline.accounting import (
     parameter_sizes,
     step_memory,
 )
+from paceline.accounting.memory.model_states import state_units
 from paceline.core import BatchShape, ModelShape, Precision, model_preset
 from paceline.core.strategies import (
     SHARDED_GRADIENTS,
@@ -114,3 +115,18 @@ def test_the_parts_add_up() -> None:
         parameters=1, gradients=20, optimizer_state=300, buffers=4000, activations=50000
     )
     assert parts.total == 54321
+
+
+def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
+    # One token, so that the peak is where the largest bucket is full.
+    shape = ModelShape(vocab_size=64, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
+    one_token = BatchShape(num_sequences=1, context_length=1)
+    held = {
+        world_size: step_memory(shape, one_token, Precision(), "sharded", world_size)
+        for world_size in (2, 4, 8)
+    }
+    largest = 4 * max(map(sum, state_units(shape, "sharded", 4, 25.0)))
+    for world_size in (4, 8):
+        # Each of n - 1 ranks sends the n-th part of its bucket.
+        more = held[world_size]["before_step"].activations - held[2]["before_step"].activations
+        assert more == largest * (1 / 2 - 1 / world_size)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.accounting.communication.collectives import (
-    hierarchical_all_reduce_time_s,
     ring_time_s,
     tree_all_reduce_time_s,
 )
@@ -77,15 +76,11 @@ def test_one_tier_gives_the_plain_formulas() -> None:
 
 
 def test_two_tiers_give_the_formula_of_two_tiers() -> None:
-    expected = hierarchical_all_reduce_time_s(
-        SIZE,
-        num_hosts=4,
-        ranks_per_host=8,
-        inside_latency_s=HOST.latency_s,
-        inside_bytes_per_s=HOST.bytes_per_s,
-        across_latency_s=POD.latency_s,
-        across_bytes_per_s=POD.bytes_per_s,
-    )
+    inside = {"latency_s": HOST.latency_s, "bytes_per_s": HOST.bytes_per_s}
+    across = {"latency_s": POD.latency_s, "bytes_per_s": POD.bytes_per_s}
+    # Reduce-scatter and all-gather inside a host; between them an all-reduce of an eighth.
+    expected = 2 * ring_time_s("reduce_scatter", SIZE, 8, **inside)
+    expected += ring_time_s("all_reduce", SIZE / 8, 4, **across)
     span = TIERS.span(32)
     assert hierarchical_time_s("all_reduce", span, SIZE) == pytest.approx(expected)
     halves = [hierarchical_time_s(half, span, SIZE) for half in ("reduce_scatter", "all_gather")]
