@@ -10,23 +10,17 @@ from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.plots.scaling import SCALING_PLOTS
 from paceline.reports.tables.scaling import methods_table, waste_table
-from paceline.scaling import LossSurface, Sweep, decide, diagnose, fit, read_sweep, synthetic_sweep
+from paceline.scaling import Sweep, decide, diagnose, fit, read_sweep, synthetic_sweep
 from paceline.scaling.allocation.decide import Answer, Decision
+from paceline.scaling.surface import EPOCH
 
 _BUDGETS = (1e23, 1e24)
 _LEVEL = 0.9
 _NUM_DRAWS = 200
 _NOISE = 0.003
+"""Of the runs that are made up: that of repeated runs."""
 _PLOTS = ("scaling-profiles", "scaling-laws")
 _BEST, _ADVISED = "parametric", "lowest_run"
-# Near to what a replication of published runs found; the noise is that of repeated runs.
-_MADE_UP = LossSurface(
-    irreducible=1.8,
-    parameter_scale=480.0,
-    parameter_exponent=0.35,
-    token_scale=2000.0,
-    token_exponent=0.37,
-)
 
 
 def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
@@ -60,7 +54,7 @@ def _answer(runs: pathlib.Path | None) -> Block:
 
 
 def _read(runs: pathlib.Path | None) -> Sweep:
-    return synthetic_sweep(_MADE_UP, noise=_NOISE) if runs is None else read_sweep(runs)
+    return synthetic_sweep(EPOCH, noise=_NOISE) if runs is None else read_sweep(runs)
 
 
 def _by(decision: Decision, method: str) -> Answer | None:

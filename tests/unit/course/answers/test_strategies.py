@@ -300,6 +300,11 @@ def test_the_equation_is_filled_with_what_belongs_together(
     check(blocks, {"overhead_equation": {"says": "s/(n w) + n o"}})
 
 
+def test_records_of_a_gpu_have_a_block_of_their_own() -> None:
+    blocks = answer_naive(Evidence.of([_step("naive"), _step("naive", **GPU)]))
+    assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
+
+
 def test_pictures_of_steps_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pair = Evidence.of([_step("naive"), _step("flat")])
