@@ -5,22 +5,19 @@ from typing import Any
 
 import msgspec
 
-from paceline.records import Environment, Metric, Record
+from paceline.records import Environment, Record
+from paceline.reports.evidence.profile_runs import subject_of
+from tests.unit.course.report_cases import make_record
 from tests.unit.reports.factory import ENVIRONMENT, memory_record
 
 Ranges = Mapping[str, Mapping[tuple[str, str], tuple[float, float, float]]]
 """Seconds, calls and operations by range, kind of work and operator."""
 
 EARLY, LATE = "2026-01-01T10:00:00+00:00", "2026-01-02T10:00:00+00:00"
+SIZES = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 MODEL: dict[str, Any] = {
+    **dict(zip(SIZES, (100, 128, 256, 2, 2, 2, 64), strict=True)),
     "model": "tiny",
-    "vocab_size": 100,
-    "d_model": 128,
-    "d_ff": 256,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 64,
     "tied_embeddings": False,
     "batch": 4,
     "context": 256,
@@ -44,20 +41,7 @@ def profile_environment(machine: str = "laptop", time: str = EARLY) -> Environme
 def profile_record(
     kind: str, case: dict[str, Any], environment: Environment, metrics: Mapping[str, float]
 ) -> Record:
-    return Record(
-        kind=kind,
-        case=case,
-        environment=environment,
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
-
-
-def subject_text(case: Mapping[str, Any]) -> str:
-    return (
-        f"{case['model']}, batch {case['batch']}, context {case['context']}, {case['precision']}, "
-        f"{case['attention']} attention, {case['phase']}"
-    )
+    return msgspec.structs.replace(make_record(kind, metrics, **case), environment=environment)
 
 
 def operator_rows(ranges: Ranges, subject: str, environment: Environment) -> list[Record]:
@@ -95,21 +79,11 @@ def profile(
     """All records of a run that the answers use, as a profile writes them."""
     environment = profile_environment(machine, time)
     phase = "train" if "backward" in ranges else "forward"
-    fields = {**MODEL, "hardware": machine, "phase": phase, **case}
-    subject = subject_text(fields)
+    memory = memory_record(**{**MODEL, "hardware": machine, "phase": phase, **case})
+    subject = subject_of(memory)
+    matmuls = {"predicts": "operator", "subject": subject, "work": "matmul", "operator": "all"}
     predictions = [
-        profile_record(
-            "prediction",
-            {
-                "predicts": "operator",
-                "subject": subject,
-                "range": name,
-                "work": "matmul",
-                "operator": "all",
-            },
-            environment,
-            {"flops": flops},
-        )
+        profile_record("prediction", {**matmuls, "range": name}, environment, {"flops": flops})
         for name, flops in (expected or {}).items()
     ]
     trace = {"subject": subject, "rank": 0, "label": ""}
@@ -117,5 +91,5 @@ def profile(
         profile_record("trace_step", trace, environment, {"step_time_s": step_s}),
         *operator_rows(ranges, subject, environment),
         *predictions,
-        msgspec.structs.replace(memory_record(**fields), environment=environment),
+        msgspec.structs.replace(memory, environment=environment),
     ]

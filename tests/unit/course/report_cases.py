@@ -66,10 +66,12 @@ def make_record(
 ) -> Record:
     """A record of numbers or of samples, on two ranks of a processor unless the case says more."""
     fields: dict[str, Any] = dict.fromkeys(find_kind(case.get("predicts", kind)).join_key, "x")
-    fields |= {"world_size": 2, "num_hosts": 1, "threads": 1}
+    usual = {"world_size": 2, "num_hosts": 1, "threads": 1, "device": "cpu"}
+    usual |= {"hardware": "a processor"}
+    fields |= {name: value for name, value in usual.items() if name in fields}
     return Record(
         kind=kind,
-        case={**fields, "device": "cpu", "hardware": "a processor", **case},
+        case={**fields, **case},
         environment=ENVIRONMENT,
         metrics={
             name: Metric.from_samples(list(value))

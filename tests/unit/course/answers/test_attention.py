@@ -7,13 +7,14 @@ import pytest
 
 from paceline.course.answers import attention as answers
 from paceline.course.answers import block
-from paceline.records import Metric, Record, find_kind
+from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import check, no_drawing
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.course.report_cases import check, make_record, no_drawing
 
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
-SDPA, HALF = {"implementation": "sdpa"}, {"dtype": "bfloat16"}
+USUAL: dict[str, Any] = {"implementation": "naive", "batch": 1, "context": 1024, "head_dim": 64}
+USUAL |= {"dtype": "float32", "float32_matmul_precision": "highest", "compile": "none"}
+SDPA, ROUNDED = {"implementation": "sdpa"}, {"float32_matmul_precision": "high"}
 FASTEST, RATE = "fastest_attention", "attention_rate"
 FEW = "(unknown: too few samples, 1)"
 
@@ -24,223 +25,165 @@ def _attention(
     spread: Sequence[float] = STEADY,
     saved: float = 1e6,
     peak: float = 3e6,
-    rate: float | None = None,
-    with_both: bool = True,
-    outcome: Any = "ok",
+    rate: float = 0.0,
     **case: Any,
 ) -> Record:
-    usual: dict[str, Any] = dict.fromkeys(find_kind("attention").join_key, "x")
-    usual |= {"implementation": "naive", "batch": 1, "context": 1024, "head_dim": 64}
-    usual |= {"dtype": "float32", "float32_matmul_precision": "highest", "compile": "none"}
-    usual |= {"causal": True, "device": "cpu", "hardware": "a processor"}
-    shares = {"forward": 0.25, "backward": 0.75, **({"both": 1.0} if with_both else {})}
-    metrics = {
-        f"{name}_time_s": Metric.from_samples([seconds * share * factor for factor in spread])
-        for name, share in shares.items()
+    metrics: dict[str, Any] = {
+        f"{name}_time_s": [seconds * share * factor for factor in spread]
+        for name, share in (("forward", 0.25), ("backward", 0.75), ("both", 1.0))
     }
-    metrics |= {"saved_for_backward_bytes": Metric(value=saved), "peak_bytes": Metric(value=peak)}
-    if rate is not None:
-        metrics["flops_per_s"] = Metric(value=rate)
-    return Record(
-        kind="attention",
-        case=usual | case,
-        environment=ENVIRONMENT,
-        metrics=metrics if outcome == "ok" else {},
-        outcome=outcome,
-        reason=None if outcome == "ok" else "too large",
-    )
+    metrics |= {"saved_for_backward_bytes": saved, "peak_bytes": peak}
+    metrics |= {"flops_per_s": rate} if rate else {}
+    return make_record("attention", metrics, **{**USUAL, "causal": True, **case})
+
+
+def _at(context: int, **case: Any) -> Record:
+    return _attention(context=context, **case)
 
 
 def _lost(**case: Any) -> Record:
-    return _attention(outcome="out_of_memory", **case)
+    return make_record("attention", {}, outcome="skipped", **{**USUAL, "causal": True, **case})
 
 
-def _rated(rate: float | None, hardware: str, **case: Any) -> list[Record]:
-    return [
-        _attention(hardware=hardware, **case),
-        _attention(0.5, rate=rate, hardware=hardware, **SDPA, **case),
-    ]
-
-
-ROUNDED = {"float32_matmul_precision": "high"}
+def _rated(rate: float, **case: Any) -> list[Record]:
+    return [_attention(**case), _attention(0.5, rate=rate, **SDPA, **case)]
 
 
 @pytest.mark.parametrize(
-    ("records", "expected"),
+    ("records", "name", "expected"),
     [
-        (
-            [_attention(context=1024), _attention(context=4096, **SDPA)],
-            {"nothing_to_compare": {}, FASTEST: None, "all_cases_ran": {"num_cases": 2}},
-        ),
-        (
-            [_attention(peak=1e7), _attention(0.5, peak=1e6, **SDPA), _attention(context=4096)],
-            {
-                FASTEST: {
-                    "time_s": 0.5,
-                    "naive_time_s": 1.0,
-                    "peak_bytes": 1e6,
-                    "naive_peak_bytes": 1e7,
-                    "says": ["length 1024", "sdpa is the fastest", "naive takes 2 times", "more)"],
-                }
-            },
-        ),
-        (
-            [_attention(with_both=False), _attention(0.98, with_both=False, **SDPA)],
-            {FASTEST: {"time_s": 0.98, "naive_time_s": 1.0, "says": ": alike)"}},
-        ),
-        ([_attention(spread=(1.0,)), _attention(0.5, **SDPA)], {FASTEST: {"says": FEW}}),
+        ([_attention(), _attention(context=4096, **SDPA)], "nothing_to_compare", {}),
+        ([_attention(), _attention(context=4096, **SDPA)], "all_cases_ran", {"num_cases": 2}),
+        ([_attention(), _attention(context=4096, **SDPA)], FASTEST, None),
         # The longest at which most of them ran.
         (
-            [
-                *(_attention(context=n) for n in (256, 512)),
-                *(_attention(context=n, **SDPA) for n in (256, 512, 900)),
-            ],
-            {FASTEST: {"says": "length 512"}},
+            [*map(_at, (256, 1024, 4096)), _at(256, **SDPA), _attention(0.5, peak=1e6, **SDPA)],
+            FASTEST,
+            {"time_s": 0.5, "naive_time_s": 1, "peak_bytes": 1e6, "naive_peak_bytes": 3e6}
+            | {"says": ["length 1024", "sdpa is", "naive takes 2 times", "more)", "2.86 MiB."]},
         ),
-        *(
-            (
-                [
-                    _attention(),
-                    _attention(0.5, **SDPA),
-                    _attention(half, spread=spread, **SDPA, **HALF),
-                ],
-                {"bfloat16_to_float32": expected},
-            )
-            for half, spread, expected in (
-                (0.2, STEADY, {"ratio": 0.4, "says": ["bfloat16 sdpa", ": less)"]}),
-                (1.0, STEADY, {"ratio": 2, "says": ": more)"}),
-                (0.49, STEADY, {"says": [": alike)", "reaches the kernel"]}),
-                (0.2, (1.0,), {"ratio": 0.4, "says": FEW}),
-            )
-        ),
-        ([_attention(), _attention(0.5, **SDPA)], {"bfloat16_to_float32": None}),
-        (_rated(1e12, "a processor"), {RATE: {"flops_per_s": 1e12, "says": "peak is unknown"}}),
-        (_rated(None, "a processor"), {RATE: None}),
-        (_rated(33.5e12, "h100-sxm"), {RATE: {"peak_flops_per_s": 67e12}}),
-        (_rated(247e12, "h100-sxm", **ROUNDED), {RATE: {"peak_flops_per_s": 494.5e12}}),
+        ([_attention(), _attention(0.98, **SDPA)], FASTEST, {"says": ": alike)"}),
+        ([_attention(spread=(1.0,)), _attention(0.5, **SDPA)], FASTEST, {"says": FEW}),
+        (_rated(1e12), RATE, {"flops_per_s": 1e12, "says": "peak is unknown"}),
+        (_rated(0), RATE, None),
+        (_rated(33.5e12, hardware="h100-sxm"), RATE, {"peak_flops_per_s": 67e12}),
+        (_rated(247e12, hardware="h100-sxm", **ROUNDED), RATE, {"peak_flops_per_s": 494.5e12}),
+        (_rated(247e12, hardware="h100-sxm"), f"{RATE}_exceeds_peak", {"says": "timer"}),
+        (_rated(1e12, hardware="v100-sxm2-16gb", **ROUNDED), RATE, {"says": "peak is unknown"}),
         (
-            _rated(247e12, "h100-sxm"),
-            {"attention_rate_exceeds_peak": {"says": "timer"}, RATE: None},
+            [_attention(context=256), _lost(context=4096), _lost(), _attention(**SDPA)],
+            "cases_missing",
+            {"num_missing": 2, "num_cases": 3, "says": ["naive did", "1024", "skipped, a reason"]},
         ),
-        (_rated(1e12, "v100-sxm2-16gb", **ROUNDED), {RATE: {"says": "peak is unknown"}}),
-        (
-            [
-                _attention(context=256),
-                _lost(context=4096),
-                _lost(context=1024),
-                _attention(context=256, **SDPA),
-            ],
-            {
-                "cases_missing": {
-                    "num_missing": 2,
-                    "num_cases": 3,
-                    "says": ["naive did not run", "length 1024", "out of memory, too large"],
-                },
-                "all_cases_ran": None,
-            },
-        ),
+        ([_lost(), _attention(**SDPA), _attention(context=256)], "all_cases_ran", None),
+        # Of compiled attention there are other questions.
+        ([_attention(0.1, compile="whole"), _attention(**SDPA)], "nothing_to_compare", None),
     ],
 )
 def test_implementations(
-    monkeypatch: pytest.MonkeyPatch, records: list[Record], expected: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, records: list[Record], name: str, expected: Any
 ) -> None:
     monkeypatch.setattr(block, "draw_picture", no_drawing)
-    check(answers.answer_flash(Evidence.of(records)), expected)
+    check(answers.answer_flash(Evidence.of(records)), {name: expected})
+
+
+@pytest.mark.parametrize(
+    ("half", "spread", "expected"),
+    [
+        (0.2, STEADY, {"ratio": 0.4, "says": ["length 4096", "bfloat16 sdpa", ": less)"]}),
+        (1.0, STEADY, {"ratio": 2, "says": ": more)"}),
+        (0.49, STEADY, {"says": [": alike)", "reaches the kernel"]}),
+        (0.2, (1.0,), {"ratio": 0.4, "says": FEW}),
+    ],
+)
+def test_precision(
+    monkeypatch: pytest.MonkeyPatch, half: float, spread: Sequence[float], expected: Any
+) -> None:
+    monkeypatch.setattr(block, "draw_picture", no_drawing)
+    records = [_attention(0.5, context=context, **SDPA) for context in (4096, 1024)]
+    records += [_attention(half, spread=spread, context=4096, dtype="bfloat16", **SDPA)]
+    records += [_attention(), _attention(dtype="bfloat16", **SDPA)]
+    blocks = answers.answer_flash(Evidence.of(records))
+    check(blocks, {"bfloat16_to_float32": expected})
+    check(
+        answers.answer_flash(Evidence.of(records[:2] + records[3:4])), {"bfloat16_to_float32": None}
+    )
 
 
 @pytest.mark.parametrize(
     ("compiled", "spread", "expected"),
     [
-        (
-            0.5,
-            STEADY,
-            {"ratio": 0.5, "saved_bytes": 2e5, "plain_saved_bytes": 1e6, "says": "less)"},
-        ),
+        (0.5, STEADY, {"ratio": 0.5, "saved_bytes": 2e5, "plain_saved_bytes": 1e6}),
+        (0.5, STEADY, {"says": ["length 2048", ": less)"]}),
         (1.5, STEADY, {"ratio": 1.5, "least_ratio": 0.9, "most_ratio": 1.5, "says": ": more)"}),
-        (1.02, STEADY, {"says": ["length 2048", ": alike)"]}),
+        (1.02, STEADY, {"says": ": alike)"}),
         (0.5, (1.0,), {"least_ratio": 0.5, "most_ratio": 0.9, "says": FEW}),
     ],
 )
-def test_compiling(compiled: float, spread: Sequence[float], expected: dict[str, Any]) -> None:
-    longest = [
-        _attention(spread=spread, context=2048),
-        _attention(compiled, spread=spread, context=2048, compile="whole", saved=2e5),
-    ]
-    shorter = [_attention(context=512), _attention(0.9, context=512, compile="whole")]
-    blocks = answers.answer_compiled_attention(Evidence.of([*longest, *shorter, _lost(context=9)]))
+def test_compiling(compiled: float, spread: Sequence[float], expected: Any) -> None:
+    whole = {"compile": "whole"}
+    longest = _attention(spread=spread, context=2048)
+    shorter = [_attention(context=512), _attention(0.9, context=512, **whole)]
+    records = [_attention(compiled, spread=spread, context=2048, saved=2e5, **whole), *shorter]
+    blocks = answers.answer_compiled_attention(Evidence.of([longest, *records, _lost(context=9)]))
     check(blocks, {"compiled_to_plain_attention": expected})
     assert [picture.name for picture in blocks[0].pictures] == ["compiled-0-attention-time"]
     assert b"</svg>" in blocks[0].pictures[0].svg
-    unpaired = [longest[0], shorter[1]]
-    assert answers.answer_compiled_attention(Evidence.of(unpaired)) == ()
+    assert answers.answer_compiled_attention(Evidence.of([longest, shorter[1]])) == ()
+
+
+POWERS = {"saved_power": 2, "forward_power": 3, "forward_time_s": 2.0}
+# Three tensors of 2048 by 64 numbers and the scores.
+SAVED = 4 * (3 * 2048 * 64 + 2048**2)
 
 
 @pytest.mark.parametrize(
-    ("saved", "expected"),
+    ("saved", "name", "expected"),
     [
-        (
-            (1e6, 4e6),
-            {
-                "attention_memory_quadratic": {
-                    "saved_power": 2,
-                    "forward_power": 3,
-                    "forward_time_s": 2.0,
-                    "says": ["From length 1,024 to length 2048", "Recompute"],
-                }
-            },
-        ),
-        ((1e6, 2e6), {"attention_memory_linear": {"saved_power": 1, "saved_bytes": 2e6}}),
-        ((0.0, 2e6), {"attention_memory_linear": None, "all_cases_ran": {"num_cases": 3}}),
-        # Three tensors of 2048 by 64 numbers and the scores.
-        (
-            (1e6, 18_350_080),
-            {"attention_saved_bytes": {"expected_saved_bytes": 18_350_080, "says": "alike (+0%)"}},
-        ),
+        ((1e6, 4e6), "attention_memory_quadratic", {**POWERS, "says": "Recompute"}),
+        ((1e6, 4e6), "attention_memory_quadratic", {"says": "From length 1,024 to length 2048"}),
+        ((1e6, 2e6), "attention_memory_linear", {"saved_power": 1, "saved_bytes": 2e6}),
+        ((0.0, 2e6), "attention_memory_linear", None),
+        ((0.0, 2e6), "cases_missing", {"num_missing": 1, "says": "head dim 128"}),
+        ((1e6, SAVED), "attention_saved_bytes", {"expected_saved_bytes": SAVED, "says": "(+0%)"}),
     ],
 )
 def test_growth(
-    monkeypatch: pytest.MonkeyPatch, saved: tuple[float, float], expected: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, saved: tuple[float, float], name: str, expected: Any
 ) -> None:
     monkeypatch.setattr(block, "draw_picture", no_drawing)
     records = [
         _attention(8.0, context=2048, saved=saved[1], causal=False),
         _attention(1.0, context=1024, saved=saved[0], causal=False),
+        _attention(0.1, context=256, causal=False),
         _attention(context=4096, head_dim=128, causal=False),
+        _lost(context=8192, head_dim=128, causal=False),
     ]
-    check(answers.answer_naive(Evidence.of(records)), expected)
+    check(answers.answer_naive(Evidence.of(records)), {name: expected})
 
 
-def _kernel(*, matrix: float = 8, spill: float = 0, registers: float = 99, **case: Any) -> Record:
-    usual: dict[str, Any] = dict.fromkeys(find_kind("kernel").join_key, "x")
+def _kernel(matrix: float = 8, spill: float = 0, registers: float = 99, **case: Any) -> Record:
     names = ("shared_bytes", "occupancy", "worst_intensity", "best_intensity")
-    metrics = dict.fromkeys(names, 1.0)
-    metrics |= {"matrix_instructions": matrix, "spill_bytes": spill, "registers": registers}
-    metrics["worst_ceiling"] = registers / 200
-    return Record(
-        kind="kernel",
-        case=usual | {"kernel": "forward", "architecture": "sm90", **case},
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
+    metrics = {**dict.fromkeys(names, 1.0), "matrix_instructions": matrix, "spill_bytes": spill}
+    metrics |= {"registers": registers, "worst_ceiling": registers / 200}
+    return make_record("kernel", metrics, **{"kernel": "forward", "architecture": "sm90", **case})
+
+
+MIXED = [_kernel(), _kernel(0, 4, 20), _kernel(mask="y", registers=120)]
+SPILLS = {"num_spilling": 1, "num_kernels": 2, "num_registers": 120}
 
 
 @pytest.mark.parametrize(
-    ("kernels", "caption", "expected"),
+    ("kernels", "caption", "name", "expected"),
     [
-        (
-            [_kernel(), _kernel(mask="y", spill=4, registers=120)],
-            "mask x and y",
-            {
-                "register_spills": {"num_spilling": 1, "num_kernels": 2, "num_registers": 120},
-                "lowest_ceiling": {"peak_share": 0.495, "says": "forward for sm90"},
-            },
-        ),
-        ([_kernel(matrix=0)], "architecture sm90", {"no_matrix_units": {}, "lowest_ceiling": None}),
+        (MIXED[1:], "mask x and y", "register_spills", SPILLS),
+        (MIXED, "mask x and y", "lowest_ceiling", {"peak_share": 0.6, "says": "forward for sm90"}),
+        ([_kernel(0)], "architecture sm90", "no_matrix_units", {}),
+        ([_kernel(0)], "architecture sm90", "lowest_ceiling", None),
     ],
 )
-def test_kernels(kernels: list[Record], caption: str, expected: dict[str, Any]) -> None:
+def test_kernels(kernels: list[Record], caption: str, name: str, expected: Any) -> None:
     (found,) = answers.answer_kernels(Evidence.of(kernels))
-    check((found,), expected)
+    check((found,), {name: expected})
     assert caption in found.tables[0].caption
     assert not found.tables[0].caption.startswith(",")
