@@ -9,10 +9,10 @@ import pathlib
 import sys
 
 from fake_training_service import design_study
+from scaling_coverage import coverage_study, warning_study
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.validation.coverage import coverage_study, warning_study
-from paceline.scaling.validation.synthetic import Departure
+from paceline.scaling.runs.synthetic import Departure
 
 _NOISE = 0.005
 _STUDIES = ("coverage", "warnings", "design")

@@ -12,8 +12,8 @@ from paceline.scaling.fits.all_methods import ScalingFit, fit
 from paceline.scaling.fits.prediction import Prediction, predict
 from paceline.scaling.runs.readers import read_sweep
 from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.runs.synthetic import SweepDesign, synthetic_sweep
 from paceline.scaling.surface import LossSurface
-from paceline.scaling.validation.synthetic import SweepDesign, synthetic_sweep
 
 __all__ = [
     "CandidateRun",

@@ -22,20 +22,20 @@ Numbers = npt.ArrayLike
 FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LossSurface:
-    """The five coefficients."""
+    """The five coefficients, in the order of the formula."""
 
     irreducible: float
-    """E: the loss that no model and no data get below."""
+    """E, the loss that no model and no data get below."""
     parameter_scale: float
-    """A."""
+    """A, the scale of the loss that more parameters remove."""
     parameter_exponent: float
-    """alpha."""
+    """alpha, the power of N with which it falls."""
     token_scale: float
-    """B."""
+    """B, the scale of the loss that more tokens remove."""
     token_exponent: float
-    """beta."""
+    """beta, the power of D with which it falls."""
 
     def __post_init__(self) -> None:
         for field, value in dataclasses.asdict(self).items():
@@ -72,12 +72,13 @@ class LossSurface:
 
     def optimal_parameters(self, compute: Numbers) -> Array:
         """Returns the number of parameters with the least loss for so many FLOPs, `compute`."""
-        ratio = (self.parameter_exponent * self.parameter_scale) / (
-            self.token_exponent * self.token_scale
+        return optimal_parameters(
+            self.parameter_scale,
+            self.parameter_exponent,
+            self.token_scale,
+            self.token_exponent,
+            compute,
         )
-        product = np.asarray(compute, dtype=np.float64) / FLOPS_PER_PARAMETER_AND_TOKEN
-        total = self.parameter_exponent + self.token_exponent
-        return np.asarray(ratio ** (1 / total) * product**self.allocation_exponent)
 
     def optimal_tokens(self, compute: Numbers) -> Array:
         """Returns the tokens that the best model for this `compute` is trained on: C / 6N."""
@@ -109,6 +110,21 @@ class LossSurface:
         return np.asarray(1 - self.compute_for_loss(loss) / np.asarray(compute))
 
 
+def optimal_parameters(
+    parameter_scale: Numbers,
+    parameter_exponent: Numbers,
+    token_scale: Numbers,
+    token_exponent: Numbers,
+    compute: Numbers,
+) -> Array:
+    """Returns (alpha A / beta B)^(1/(alpha+beta)) (C/6)^(beta/(alpha+beta)), of arrays too."""
+    alpha, beta = np.asarray(parameter_exponent), np.asarray(token_exponent)
+    ratio = (alpha * parameter_scale) / (beta * token_scale)
+    product = np.asarray(compute, dtype=np.float64) / FLOPS_PER_PARAMETER_AND_TOKEN
+    total = alpha + beta
+    return np.asarray(ratio ** (1 / total) * product ** (beta / total))
+
+
 def compute_for(parameters: Numbers, tokens: Numbers) -> Array:
     """Returns 6ND."""
     size = np.asarray(parameters, dtype=np.float64)
@@ -121,28 +137,12 @@ def tokens_for(compute: Numbers, parameters: Numbers) -> Array:
 
 
 HOFFMANN = LossSurface(
-    irreducible=float(np.exp(0.52672)),
-    parameter_scale=float(np.exp(6.00734)),
-    parameter_exponent=0.33917,
-    token_scale=float(np.exp(6.01792)),
-    token_exponent=0.28491,
+    float(np.exp(0.52672)), float(np.exp(6.00734)), 0.33917, float(np.exp(6.01792)), 0.28491
 )
 """Hoffmann et al. 2022, approach 3, as stored in their source and not as rounded in print."""
 
-HOFFMANN_ROUNDED = LossSurface(
-    irreducible=1.69,
-    parameter_scale=406.4,
-    parameter_exponent=0.34,
-    token_scale=410.7,
-    token_exponent=0.28,
-)
+HOFFMANN_ROUNDED = LossSurface(1.69, 406.4, 0.34, 410.7, 0.28)
 """The same coefficients as the paper prints them."""
 
-EPOCH = LossSurface(
-    irreducible=1.817,
-    parameter_scale=482.0,
-    parameter_exponent=0.348,
-    token_scale=2085.0,
-    token_exponent=0.366,
-)
+EPOCH = LossSurface(1.817, 482.0, 0.348, 2085.0, 0.366)
 """Besiroglu et al. 2024, the replication of that fit, to the digits that it reports."""

@@ -77,9 +77,7 @@ def check_allocation(
 
 def check_coefficients(fit: ScalingFit, printed: Sequence[str], compute: float) -> list[Finding]:
     """Names what is wrong with printed coefficients E, A, alpha, B, beta of the same runs."""
-    surface = _surface(
-        [_parse(name, text) for name, text in zip(COEFFICIENT_NAMES, printed, strict=True)]
-    )
+    surface = LossSurface(*map(_parse, COEFFICIENT_NAMES, printed))
     findings = []
     best = fit_huber(fit.sweep, np.ones((1, len(fit.sweep)))).surface
     reached, least = (huber_objective(fit.sweep, claimed) for claimed in (surface, best))
@@ -116,21 +114,10 @@ def rounding_range(printed: Sequence[str], compute: float) -> tuple[float, float
         ends.append((value - half, value + half))
     # N grows or falls with each coefficient alone, so the extremes lie in corners.
     sizes = [
-        float(_surface(list(corner)).optimal_parameters(compute))
+        float(LossSurface(*corner).optimal_parameters(compute))
         for corner in itertools.product(*ends)
     ]
     return min(sizes), max(sizes)
-
-
-def _surface(values: Sequence[float]) -> LossSurface:
-    irreducible, parameter_scale, parameter_exponent, token_scale, token_exponent = values
-    return LossSurface(
-        irreducible=irreducible,
-        parameter_scale=parameter_scale,
-        parameter_exponent=parameter_exponent,
-        token_scale=token_scale,
-        token_exponent=token_exponent,
-    )
 
 
 def _parse(name: str, text: str) -> float:

@@ -1,10 +1,10 @@
 """The pitfalls of scaling laws, looked for in a sweep and its fits.
 
-Each check is a function that returns the findings of one pitfall. Thresholds are where the answer
+Each check is a function that yields the findings of one pitfall. Thresholds are where the answer
 moves by more than a few per cent, not where a test could just see something.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -87,56 +87,46 @@ def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
     return np.asarray(found / surface.optimal_parameters(compute) - 1)
 
 
-def _left_out(sweep: Sweep) -> list[Finding]:
+def _left_out(sweep: Sweep) -> Iterator[Finding]:
     gone = [remark for remark in sweep.remarks if remark.is_left_out]
     if not gone:
-        return []
+        return
     rows = "; ".join(f"row {remark.row}: {remark.message}" for remark in gone[:5])
     more = f" and {len(gone) - 5} more" if len(gone) > 5 else ""
-    return [
-        Finding(
-            name="runs_left_out",
-            message=f"{len(gone)} rows are not used: {rows}{more}",
-            remedy="see that they are not missing on one side of the optimum only",
-        )
-    ]
+    yield Finding(
+        name="runs_left_out",
+        message=f"{len(gone)} rows are not used: {rows}{more}",
+        remedy="see that they are not missing on one side of the optimum only",
+    )
 
 
-def _compute_counting(sweep: Sweep) -> list[Finding]:
+def _compute_counting(sweep: Sweep) -> Iterator[Finding]:
     ratio = sweep.compute / compute_for(sweep.parameters, sweep.tokens)
     low, high = float(ratio.min()), float(ratio.max())
     if high / low - 1 > _COMPUTE_TOLERANCE:
-        return [
-            Finding(
-                name="flops_counting",
-                message=f"the stated compute is {low:.3g} to {high:.3g} times 6ND, depending on N: "
-                "embedding, output layer or attention are counted in one and not in the other",
-                remedy="count parameters and FLOPs alike for all sizes, the output layer in both",
-            )
-        ]
-    if abs(float(np.median(ratio)) - 1) > _COMPUTE_TOLERANCE:
-        return [
-            Finding(
-                name="inconsistent_compute",
-                message=f"the stated compute is {np.median(ratio):.3g} times 6ND",
-                remedy="state budgets as 6ND; N and D at a target are tied by it",
-            )
-        ]
-    return []
+        yield Finding(
+            name="flops_counting",
+            message=f"the stated compute is {low:.3g} to {high:.3g} times 6ND, depending on N: "
+            "embedding, output layer or attention are counted in one and not in the other",
+            remedy="count parameters and FLOPs alike for all sizes, the output layer in both",
+        )
+    elif abs(float(np.median(ratio)) - 1) > _COMPUTE_TOLERANCE:
+        yield Finding(
+            name="inconsistent_compute",
+            message=f"the stated compute is {np.median(ratio):.3g} times 6ND",
+            remedy="state budgets as 6ND; N and D at a target are tied by it",
+        )
 
 
-def _budgets(fit: ScalingFit) -> list[Finding]:
-    findings = []
+def _budgets(fit: ScalingFit) -> Iterator[Finding]:
     budgets = fit.sweep.budgets
     span = float(budgets[-1] / budgets[0])
     if len(budgets) < _FEWEST_BUDGETS or span < _SMALLEST_SPAN:
-        findings.append(
-            Finding(
-                name="too_few_budgets",
-                message=f"{len(budgets)} budgets that span a factor of {span:.3g} set the exponent",
-                remedy=f"run at least {_FEWEST_BUDGETS} budgets over a factor of "
-                f"{_SMALLEST_SPAN:.0f} or more",
-            )
+        yield Finding(
+            name="too_few_budgets",
+            message=f"{len(budgets)} budgets that span a factor of {span:.3g} set the exponent",
+            remedy=f"run at least {_FEWEST_BUDGETS} budgets over a factor of "
+            f"{_SMALLEST_SPAN:.0f} or more",
         )
     thin = [
         f"{profile.compute:.3g}"
@@ -144,91 +134,78 @@ def _budgets(fit: ScalingFit) -> list[Finding]:
         if len(np.unique(fit.sweep.parameters[profile.members])) < _FEWEST_SIZES
     ]
     if thin:
-        findings.append(
-            Finding(
-                name="too_few_sizes",
-                message=f"fewer than {_FEWEST_SIZES} sizes at {_listed(thin)} FLOPs: a parabola "
-                "has nothing left to judge it by",
-                remedy="add sizes there, on both sides of the lowest run",
+        yield Finding(
+            name="too_few_sizes",
+            message=f"fewer than {_FEWEST_SIZES} sizes at {_listed(thin)} FLOPs: a parabola "
+            "has nothing left to judge it by",
+            remedy="add sizes there, on both sides of the lowest run",
+        )
+
+
+def _edges(fit: ScalingFit) -> Iterator[Finding]:
+    for profile in fit.profiles:
+        if profile.edge is not None:
+            yield Finding(
+                name="minimum_at_edge",
+                message=f"at {profile.compute:.3g} FLOPs the {profile.edge} model tried "
+                f"({fit.sweep.parameters[profile.lowest]:.3g} parameters) has the least loss, so "
+                "the minimum lies beyond it",
+                remedy=f"run {'larger' if profile.edge == 'largest' else 'smaller'} models there",
             )
-        )
-    return findings
 
 
-def _edges(fit: ScalingFit) -> list[Finding]:
-    return [
-        Finding(
-            name="minimum_at_edge",
-            message=f"at {profile.compute:.3g} FLOPs the {profile.edge} model tried "
-            f"({fit.sweep.parameters[profile.lowest]:.3g} parameters) has the least loss, so the "
-            "minimum lies beyond it",
-            remedy=f"run {'larger' if profile.edge == 'largest' else 'smaller'} models there",
-        )
-        for profile in fit.profiles
-        if profile.edge is not None
-    ]
-
-
-def _outliers(fit: ScalingFit) -> list[Finding]:
+def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     surfaces = [found for found in fit.methods if isinstance(found, SurfaceFit)]
     # Huber's fit is not pulled towards the very runs that are looked for.
     residuals = surfaces[0].residuals
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     threshold = max(_OUTLYING_DEVIATIONS * spread, _SMALLEST_OUTLIER)
     runs = np.flatnonzero(np.abs(residuals) > threshold)
-    if not len(runs):
-        return []
     sweep = fit.sweep
     named = [
         f"N {sweep.parameters[run]:.3g}, C {sweep.compute[run]:.3g} ({residuals[run]:+.1%})"
         for run in runs
     ]
-    return [
-        Finding(
+    if named:
+        yield Finding(
             name="outlying_runs",
             message=f"{len(runs)} losses lie far from the surface: {_listed(named)}",
             remedy="look at those runs (divergence, a wrong entry); mark them or run them again",
         )
-    ]
 
 
-def _misspecification(fit: ScalingFit) -> list[Finding]:
+def _misspecification(fit: ScalingFit) -> Iterator[Finding]:
     lack = find_lack_of_fit(fit.sweep, fit.parametric)
     if lack is None or lack.chance > _CHANCE or lack.size < _PATTERN:
-        return []
-    return [
-        Finding(
-            name="misspecified_surface",
-            message=f"the residuals have a pattern of {lack.size:.2%} of the loss that noise makes "
-            f"with probability {lack.chance:.1g}: the runs do not lie on E + A/N^a + B/D^b; it "
-            f"resembles {lack.resembles}",
-            remedy="tune the learning rate at every size, scale warm-up and schedule with the run, "
-            "leave out the smallest models; until then no interval here can be trusted",
-        )
-    ]
+        return
+    yield Finding(
+        name="misspecified_surface",
+        message=f"the residuals have a pattern of {lack.size:.2%} of the loss that noise makes "
+        f"with probability {lack.chance:.1g}: the runs do not lie on E + A/N^a + B/D^b; it "
+        f"resembles {lack.resembles}",
+        remedy="tune the learning rate at every size, scale warm-up and schedule with the run, "
+        "leave out the smallest models; until then no interval here can be trusted",
+    )
 
 
-def _curves(fit: ScalingFit) -> list[Finding]:
+def _curves(fit: ScalingFit) -> Iterator[Finding]:
     if not fit.sweep.has_curves:
-        return []
+        return
     sizes, budgets, losses = curve_losses(fit.sweep)
     grid_sizes, grid_budgets = np.meshgrid(sizes, budgets, indexing="ij")
     expected = fit.parametric.surface.loss(grid_sizes, tokens_for(grid_budgets, grid_sizes))
     excess = float(np.nanmedian(losses / expected)) - 1
     if excess < _UNANNEALED:
-        return []
-    return [
-        Finding(
-            name="unannealed_curves",
-            message=f"the middle of a training curve lies {excess:.1%} above what a run that ended "
-            "there reaches: its learning rate had not decayed",
-            remedy="do not use the envelope; run each length with a schedule of its own",
-        )
-    ]
+        return
+    yield Finding(
+        name="unannealed_curves",
+        message=f"the middle of a training curve lies {excess:.1%} above what a run that ended "
+        "there reaches: its learning rate had not decayed",
+        remedy="do not use the envelope; run each length with a schedule of its own",
+    )
 
 
-def _method_bias(fit: ScalingFit, targets: Array) -> list[Finding]:
-    findings = []
+def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
     names = {found.method for found in fit.methods}
     for method in ("parabola", "lowest_run"):
         if method not in names:
@@ -241,93 +218,75 @@ def _method_bias(fit: ScalingFit, targets: Array) -> list[Finding]:
         if abs(bias[worst]) <= _BIAS:
             continue
         is_parabola = method == "parabola"
-        findings.append(
-            Finding(
-                name="parabola_bias" if is_parabola else "coarse_sizes",
-                message=(
-                    "a parabola is not the shape of a loss profile"
-                    if is_parabola
-                    else "the lowest run is one of the sizes tried, not the best one"
-                )
-                + f": without any noise it would miss N at {targets[worst]:.3g} FLOPs by "
-                f"{bias[worst]:+.0%}",
-                remedy="use the parametric method"
-                + (", or sizes nearer to the minimum" if is_parabola else " or more sizes"),
+        yield Finding(
+            name="parabola_bias" if is_parabola else "coarse_sizes",
+            message=(
+                "a parabola is not the shape of a loss profile"
+                if is_parabola
+                else "the lowest run is one of the sizes tried, not the best one"
             )
+            + f": without any noise it would miss N at {targets[worst]:.3g} FLOPs by "
+            f"{bias[worst]:+.0%}",
+            remedy="use the parametric method"
+            + (", or sizes nearer to the minimum" if is_parabola else " or more sizes"),
         )
-    return findings
 
 
-def _determination(fit: ScalingFit, targets: Array, level: float) -> list[Finding]:
+def _determination(fit: ScalingFit, targets: Array, level: float) -> Iterator[Finding]:
     found = fit.parametric
     band = predict(found, targets, level).parameters
-    findings = []
     ratio = band.high / band.low
     worst = int(ratio.argmax())
     if ratio[worst] > _WIDEST:
-        findings.append(
-            Finding(
-                name="undetermined",
-                message=f"the {level:.0%} interval of N at {targets[worst]:.3g} FLOPs spans a "
-                f"factor of {ratio[worst]:.3g}",
-                remedy="buy more runs, the largest budgets first (`paceline scaling design`)",
-            )
+        yield Finding(
+            name="undetermined",
+            message=f"the {level:.0%} interval of N at {targets[worst]:.3g} FLOPs spans a "
+            f"factor of {ratio[worst]:.3g}",
+            remedy="buy more runs, the largest budgets first (`paceline scaling design`)",
         )
     if found.failed_share > _MOST_FAILED:
-        findings.append(
-            Finding(
-                name="undetermined",
-                message=f"{found.failed_share:.0%} of the replicates determine no surface",
-                remedy="add sizes and budgets farther apart",
-            )
+        yield Finding(
+            name="undetermined",
+            message=f"{found.failed_share:.0%} of the replicates determine no surface",
+            remedy="add sizes and budgets farther apart",
         )
-    return findings
 
 
-def _distance(fit: ScalingFit, targets: Array) -> list[Finding]:
+def _distance(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
     farthest = float(targets.max())
     factor = farthest / float(fit.sweep.compute.max())
-    findings = []
-    if factor > _FARTHEST:
-        findings.append(
-            Finding(
-                name="far_extrapolation",
-                message=f"{farthest:.3g} FLOPs are {factor:.3g} times the largest budget tried",
-                remedy="confirm the law with one run at a tenth of the target before the target",
-            )
-        )
+    if factor <= _FARTHEST:
+        return
+    yield Finding(
+        name="far_extrapolation",
+        message=f"{farthest:.3g} FLOPs are {factor:.3g} times the largest budget tried",
+        remedy="confirm the law with one run at a tenth of the target before the target",
+    )
     surface = fit.parametric.surface
     share = surface.irreducible / float(surface.optimal_loss(farthest))
-    if factor > _FARTHEST and share > _IRREDUCIBLE_SHARE:
-        findings.append(
-            Finding(
-                name="irreducible_dominates",
-                message=f"{share:.0%} of the loss predicted at {farthest:.3g} FLOPs is E, which no "
-                "run comes near: an error of E passes into it whole",
-                remedy="trust N and D more than the loss; larger budgets pin E down",
-            )
+    if share > _IRREDUCIBLE_SHARE:
+        yield Finding(
+            name="irreducible_dominates",
+            message=f"{share:.0%} of the loss predicted at {farthest:.3g} FLOPs is E, which no "
+            "run comes near: an error of E passes into it whole",
+            remedy="trust N and D more than the loss; larger budgets pin E down",
         )
-    return findings
 
 
-def _disagreement(fit: ScalingFit, targets: Array, level: float) -> list[Finding]:
+def _disagreement(fit: ScalingFit, targets: Array, level: float) -> Iterator[Finding]:
     own = predict(fit.parametric, targets, level).parameters
-    findings = []
     for found in fit.methods:
         other = predict(found, targets, level).parameters
         ratio = np.exp(np.abs(np.log(other.value / own.value)))
         worst = int(ratio.argmax())
         if ratio[worst] > _DISAGREEMENT:
-            findings.append(
-                Finding(
-                    name="methods_disagree",
-                    message=f"at {targets[worst]:.3g} FLOPs {found.method} says N = "
-                    f"{other.value[worst]:.3g}, parametric {own.value[worst]:.3g}",
-                    remedy="see the other findings for the reason; where there is none, the "
-                    "parametric method uses every run",
-                )
+            yield Finding(
+                name="methods_disagree",
+                message=f"at {targets[worst]:.3g} FLOPs {found.method} says N = "
+                f"{other.value[worst]:.3g}, parametric {own.value[worst]:.3g}",
+                remedy="see the other findings for the reason; where there is none, the "
+                "parametric method uses every run",
             )
-    return findings
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -184,10 +184,6 @@ def _most_probable(
 
 def _surface(mean: Array) -> LossSurface:
     floor, log_p, alpha, log_q, beta = (float(value) for value in mean)
-    return LossSurface(
-        irreducible=floor,
-        parameter_scale=float(np.exp(log_p + alpha * np.log(_REFERENCE[0]))),
-        parameter_exponent=alpha,
-        token_scale=float(np.exp(log_q + beta * np.log(_REFERENCE[1]))),
-        token_exponent=beta,
-    )
+    scale_n = np.exp(log_p + alpha * np.log(_REFERENCE[0]))
+    scale_d = np.exp(log_q + beta * np.log(_REFERENCE[1]))
+    return LossSurface(floor, float(scale_n), alpha, float(scale_d), beta)

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.scaling.fits.bootstrap import require_replicates
 from paceline.scaling.fits.levenberg_marquardt import Linearization, Minimum, Rows, minimize
 from paceline.scaling.fits.parametric import SurfaceFit, require_runs, residuals_of, surface_of
-from paceline.scaling.fits.variable_projection import ProjectionFit
+from paceline.scaling.fits.variable_projection import FittedSurfaces
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array, LossSurface
 
@@ -41,7 +41,7 @@ def huber_objective(sweep: Sweep, surface: LossSurface) -> float:
 def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
     """Fits the surface from a grid of starts, and from its best every row of counts."""
     require_runs(sweep)
-    centres = np.log(sweep.parameters).mean(), np.log(sweep.tokens).mean()
+    centres = np.array([np.log(sweep.parameters).mean(), np.log(sweep.tokens).mean()])
     log_n, log_d = np.log(sweep.parameters) - centres[0], np.log(sweep.tokens) - centres[1]
     log_loss = np.log(sweep.loss)
     starts = _starts(sweep.loss)
@@ -51,13 +51,13 @@ def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
     replicates, squares = _descend(
         np.repeat(best[None], len(counts), axis=0), log_n, log_d, log_loss, counts
     )
-    columns = _as_columns(replicates, squares, centres)
-    require_replicates("huber", float(columns.is_converged.mean()))
-    surface = surface_of(_as_columns(best[None], objective[:1], centres), 0)
+    drawn = _surfaces(replicates, squares, centres)
+    require_replicates("huber", float(drawn.is_converged.mean()))
+    surface = surface_of(_surfaces(best[None], objective[:1], centres), 0)
     return SurfaceFit(
         method="huber",
         surface=surface,
-        replicates=columns,
+        replicates=drawn,
         residuals=residuals_of(surface, sweep),
     )
 
@@ -135,17 +135,14 @@ def _linearize(
     )
 
 
-def _as_columns(theta: Array, objective: Array, centres: tuple[float, float]) -> ProjectionFit:
-    alpha, beta = theta[:, 2], theta[:, 4]
-    inside = (np.minimum(alpha, beta) > _EXPONENT_RANGE[0]) & (
-        np.maximum(alpha, beta) < _EXPONENT_RANGE[1]
-    )
-    return ProjectionFit(
-        irreducible=np.exp(theta[:, 0]),
-        parameter_scale=np.exp(theta[:, 1] + alpha * centres[0]),
-        parameter_exponent=alpha,
-        token_scale=np.exp(theta[:, 3] + beta * centres[1]),
-        token_exponent=beta,
+def _surfaces(theta: Array, objective: Array, centres: Array) -> FittedSurfaces:
+    exponents = theta[:, 2::2]
+    coefficients = theta.copy()
+    coefficients[:, 1::2] += exponents * centres
+    coefficients[:, [0, 1, 3]] = np.exp(coefficients[:, [0, 1, 3]])
+    is_inside = (exponents > _EXPONENT_RANGE[0]) & (exponents < _EXPONENT_RANGE[1])
+    return FittedSurfaces(
+        coefficients=coefficients,
         squares=objective,
-        is_converged=inside,
+        is_converged=np.asarray(is_inside.all(axis=1)),
     )

@@ -12,14 +12,9 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.scaling.fits.bootstrap import require_replicates, widen
 from paceline.scaling.fits.prediction import MethodName
-from paceline.scaling.fits.variable_projection import ProjectionFit, fit_projection
+from paceline.scaling.fits.variable_projection import FittedSurfaces, fit_projection
 from paceline.scaling.runs.sweep import Sweep
-from paceline.scaling.surface import (
-    FLOPS_PER_PARAMETER_AND_TOKEN,
-    Array,
-    LossSurface,
-    tokens_for,
-)
+from paceline.scaling.surface import Array, LossSurface, optimal_parameters, tokens_for
 
 NUM_COEFFICIENTS = 5
 
@@ -30,7 +25,7 @@ class SurfaceFit:
 
     method: MethodName
     surface: LossSurface
-    replicates: ProjectionFit
+    replicates: FittedSurfaces
     residuals: Array
     """Of every run: log of the observed over the fitted loss."""
 
@@ -90,20 +85,14 @@ def require_runs(sweep: Sweep) -> None:
         )
 
 
-def surface_of(fit: ProjectionFit, row: int) -> LossSurface:
+def surface_of(fit: FittedSurfaces, row: int) -> LossSurface:
     """Returns one replicate's surface; one that determines none is an error."""
     if not fit.is_converged[row]:
         raise UsageError(
             "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall with "
             "N and D as it should; look at the runs, or add sizes and budgets"
         )
-    return LossSurface(
-        irreducible=float(fit.irreducible[row]),
-        parameter_scale=float(fit.parameter_scale[row]),
-        parameter_exponent=float(fit.parameter_exponent[row]),
-        token_scale=float(fit.token_scale[row]),
-        token_exponent=float(fit.token_exponent[row]),
-    )
+    return LossSurface(*fit.coefficients[row].tolist())
 
 
 def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
@@ -111,18 +100,9 @@ def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
     return np.asarray(np.log(sweep.loss / surface.loss(sweep.parameters, sweep.tokens)))
 
 
-def optima_of(fit: ProjectionFit, compute: Array) -> tuple[Array, Array]:
+def optima_of(fit: FittedSurfaces, compute: Array) -> tuple[Array, Array]:
     """Returns the best N and its loss of every replicate that determines a surface."""
-    kept = fit.is_converged
-    alpha, beta = fit.parameter_exponent[kept, None], fit.token_exponent[kept, None]
-    scale_n, scale_d = fit.parameter_scale[kept, None], fit.token_scale[kept, None]
-    log_ratio = np.log(alpha * scale_n) - np.log(beta * scale_d)
-    parameters = np.exp(
-        (log_ratio + beta * np.log(compute / FLOPS_PER_PARAMETER_AND_TOKEN)) / (alpha + beta)
-    )
-    loss = (
-        fit.irreducible[kept, None]
-        + scale_n * parameters**-alpha
-        + scale_d * tokens_for(compute, parameters) ** -beta
-    )
-    return parameters, loss
+    floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
+    parameters = optimal_parameters(scale_n, alpha, scale_d, beta, compute)
+    tokens = tokens_for(compute, parameters)
+    return parameters, floor + scale_n * parameters**-alpha + scale_d * tokens**-beta

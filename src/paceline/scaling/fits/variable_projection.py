@@ -11,10 +11,10 @@ drew each run) or of losses; all replicates move together, and memory is bounded
 chunks. Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.surface import Array
@@ -30,24 +30,20 @@ _TINY = 1e-300
 _FACES = ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ProjectionFit:
-    """The coefficients of every replicate, as columns."""
+class FittedSurfaces(NamedTuple):
+    """The surface of every replicate, a row each."""
 
-    irreducible: Array
-    parameter_scale: Array
-    parameter_exponent: Array
-    token_scale: Array
-    token_exponent: Array
+    coefficients: Array
+    """E, A, alpha, B and beta: replicates, coefficients."""
     squares: Array
     """Sum of the squared relative residuals."""
-    is_converged: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+    is_converged: npt.NDArray[np.bool_]
     """Whether the steps ended inside the allowed exponents, with positive coefficients."""
 
 
 def fit_projection(
     parameters: Array, tokens: Array, loss: Array, weights: Array | None = None
-) -> ProjectionFit:
+) -> FittedSurfaces:
     """Fits every row of `loss` and `weights`; either may be a single row that all share."""
     losses = np.atleast_2d(loss)
     rows = 1 if weights is None else len(weights)
@@ -64,18 +60,10 @@ def fit_projection(
         parts.append(
             _fit_chunk(parameters, tokens, *np.broadcast_arrays(chunk_losses, chunk_weights))
         )
-    return _joined(parts)
+    return FittedSurfaces(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _joined(parts: list[ProjectionFit]) -> ProjectionFit:
-    columns = {
-        field.name: np.concatenate([getattr(part, field.name) for part in parts])
-        for field in dataclasses.fields(ProjectionFit)
-    }
-    return ProjectionFit(**columns)
-
-
-def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) -> ProjectionFit:
+def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) -> FittedSurfaces:
     centre_n, centre_d = (float(np.log(column).mean()) for column in (parameters, tokens))
     log_n, log_d = np.log(parameters) - centre_n, np.log(tokens) - centre_d
     # Relative residuals: (L - E - P x - Q y)/L, weighted by how often a run was drawn.
@@ -93,19 +81,18 @@ def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) 
         max_steps=_MAX_STEPS,
         step_tolerance=CONVERGED_STEP,
     )
-    alpha, beta = found.coefficients.T
-    linear = _solve(found.coefficients, log_n, log_d, per_square, losses).linear
-    inside = (
-        (found.coefficients > EXPONENT_RANGE[0]) & (found.coefficients < EXPONENT_RANGE[1])
-    ).all(axis=1)
-    return ProjectionFit(
-        irreducible=linear[:, 0],
-        parameter_scale=linear[:, 1] * np.exp(alpha * centre_n),
-        parameter_exponent=alpha,
-        token_scale=linear[:, 2] * np.exp(beta * centre_d),
-        token_exponent=beta,
+    exponents = found.coefficients
+    linear = _solve(exponents, log_n, log_d, per_square, losses).linear
+    coefficients = np.empty((len(linear), 5))
+    coefficients[:, 0] = linear[:, 0]
+    coefficients[:, 1::2] = linear[:, 1:] * np.exp(exponents * [centre_n, centre_d])
+    coefficients[:, 2::2] = exponents
+    is_inside = (exponents > EXPONENT_RANGE[0]) & (exponents < EXPONENT_RANGE[1])
+    has_terms = linear[:, 1:] > 0
+    return FittedSurfaces(
+        coefficients=coefficients,
         squares=found.objective,
-        is_converged=inside & (linear[:, 1:] > 0).all(axis=1) & (found.last_step < 1e-4),
+        is_converged=(is_inside & has_terms).all(axis=1) & (found.last_step < 1e-4),
     )
 
 
@@ -118,21 +105,17 @@ def _best_of_grid(
     num_x, num_y = x.shape[1], y.shape[1]
     xy = (x[:, :, None] * y[:, None, :]).reshape(len(log_n), -1)
 
-    def on_grid(by_x: Array | None, by_y: Array | None) -> Array:
-        one = by_x[:, :, None] if by_x is not None else by_y[:, None, :]  # type: ignore[index]
-        return np.asarray(np.broadcast_to(one, (len(total), num_x, num_y)))
-
     gram = np.empty((len(total), num_x, num_y, 3, 3))
     gram[..., 0, 0] = per_square.sum(axis=1)[:, None, None]
-    gram[..., 0, 1] = gram[..., 1, 0] = on_grid(per_square @ x, None)
-    gram[..., 0, 2] = gram[..., 2, 0] = on_grid(None, per_square @ y)
-    gram[..., 1, 1] = on_grid(per_square @ x**2, None)
-    gram[..., 2, 2] = on_grid(None, per_square @ y**2)
+    gram[..., 0, 1] = gram[..., 1, 0] = (per_square @ x)[:, :, None]
+    gram[..., 0, 2] = gram[..., 2, 0] = (per_square @ y)[:, None, :]
+    gram[..., 1, 1] = (per_square @ x**2)[:, :, None]
+    gram[..., 2, 2] = (per_square @ y**2)[:, None, :]
     gram[..., 1, 2] = gram[..., 2, 1] = (per_square @ xy).reshape(-1, num_x, num_y)
     moments = np.empty((len(total), num_x, num_y, 3))
     moments[..., 0] = per_loss.sum(axis=1)[:, None, None]
-    moments[..., 1] = on_grid(per_loss @ x, None)
-    moments[..., 2] = on_grid(None, per_loss @ y)
+    moments[..., 1] = (per_loss @ x)[:, :, None]
+    moments[..., 2] = (per_loss @ y)[:, None, :]
     linear = solve_non_negative(gram, moments)
     squares = total[:, None, None] - np.einsum("rxyi,rxyi->rxy", linear, moments)
     best = squares.reshape(len(total), -1).argmin(axis=1)

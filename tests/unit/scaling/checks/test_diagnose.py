@@ -12,8 +12,8 @@ from paceline.scaling.checks.lack_of_fit import find_lack_of_fit
 from paceline.scaling.fits.huber import fit_huber, huber_objective
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.runs.sweep import Curve, Remark
+from paceline.scaling.runs.synthetic import Departure
 from paceline.scaling.surface import EPOCH, HOFFMANN
-from paceline.scaling.validation.synthetic import Departure
 
 DRAWS = 60
 NEAR = (1e22,)

@@ -8,8 +8,8 @@ import pytest
 from paceline.scaling import LossSurface, SweepDesign, synthetic_sweep
 from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.parametric import fit_parametric
-from paceline.scaling.validation.coverage import coverage_study, warning_study
-from paceline.scaling.validation.synthetic import Departure
+from paceline.scaling.runs.synthetic import Departure
+from scripts.scaling_coverage import coverage_study, warning_study
 
 
 def test_coverage_of_a_few_sweeps() -> None:

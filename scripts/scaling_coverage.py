@@ -15,8 +15,8 @@ from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
+from paceline.scaling.runs.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 from paceline.scaling.surface import EPOCH, Array, LossSurface, tokens_for
-from paceline.scaling.validation.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 
 _DIAGNOSIS_DRAWS = 20
 

@@ -1,1 +1,0 @@
-"""Synthetic sweeps with a known answer, and how often intervals hold it."""
