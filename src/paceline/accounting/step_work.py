@@ -16,12 +16,13 @@ query heads, k that of all key heads, f `d_ff`, v the vocabulary:
     down               f to d              3d               3d
     head and loss      d to v              3v               5v
 
-Rotations are part of queries and keys, the residual sums of what is added. A product costs 2
-operations per weight and token forward and 4 backward, the gradients of input and weight. Of the
-operators that are called, those that only make a view count a third.
+Rotations are part of queries and keys, the residual sums of what is added. A matmul costs 2 FLOPs
+per weight and token forward and 4 backward, the gradients of input and weight. Of the operators
+that are launched, those that only make a view count a third.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from paceline.accounting.parameters import block_parameters
@@ -30,7 +31,7 @@ from paceline.core.specs import ModelShape, require_buildable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A product of every token with a matrix."""
+    """A matmul of every token with a weight."""
 
     inputs: int
     outputs: int
@@ -38,20 +39,21 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSegment:
-    """Work of the model whose parameters' gradients are complete at the same time."""
+    """Work of the model whose parameters' gradients are complete at the same time.
+
+    Pairs are of forward and backward.
+    """
 
     parameter_sizes: tuple[int, ...]
     """Elements of its parameters, in the order of the model's."""
+    elements: tuple[int, int]
+    """Numbers that elementwise operations read and write per token."""
+    launches: tuple[int, int]
+    """Operators that are launched."""
     linears: tuple[Linear, ...] = ()
     has_attention: bool = False
-    forward_elements: int = 0
-    """Numbers that elementwise operations read and write per token."""
-    backward_elements: int = 0
     backward_fixed_elements: int = 0
-    """The same, whatever the number of tokens."""
-    forward_calls: int = 0
-    """Operators that are called."""
-    backward_calls: int = 0
+    """Numbers that backward reads and writes whatever the number of tokens."""
 
 
 def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
@@ -59,26 +61,21 @@ def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
     require_buildable(shape)
     width, vocabulary = shape.d_model, shape.vocab_size
     table = vocabulary * width
-    head = Linear(inputs=width, outputs=vocabulary)
     return (
         ModelSegment(
             parameter_sizes=(table,),
-            forward_elements=2 * width,
-            backward_elements=2 * width,
+            elements=(2 * width, 2 * width),
+            launches=(1, 1),
             # A table that is also the head's has the gradients of both uses added.
             backward_fixed_elements=(4 if shape.tied_embeddings else 1) * table,
-            forward_calls=1,
-            backward_calls=1,
         ),
         *(segment for _ in range(shape.num_layers) for segment in _block(shape)),
         _norm(width),
         ModelSegment(
             parameter_sizes=() if shape.tied_embeddings else (table,),
-            linears=(head,),
-            forward_elements=3 * vocabulary,
-            backward_elements=5 * vocabulary,
-            forward_calls=4,
-            backward_calls=5,
+            linears=(Linear(inputs=width, outputs=vocabulary),),
+            elements=(3 * vocabulary, 5 * vocabulary),
+            launches=(4, 5),
         ),
     )
 
@@ -86,68 +83,36 @@ def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
 def _block(shape: ModelShape) -> Iterator[ModelSegment]:
     width, queries, keys = shape.d_model, shape.attention_width, shape.key_value_width
     hidden = shape.d_ff
-    matrices = {
-        name: Linear(inputs=columns, outputs=rows)
-        for name, (rows, columns) in block_parameters(shape).items()
-    }
-    yield _norm(width)
-    yield _segment(
-        *(matrices[name] for name in ("query", "key", "value")),
-        forward_elements=9 * (queries + keys),
-        backward_elements=12 * (queries + keys) + 6 * width,
-        forward_calls=26,
-        backward_calls=40,
-    )
-    yield _segment(
-        matrices["output"],
-        has_attention=True,
-        forward_elements=2 * queries + 3 * width,
-        backward_elements=4 * queries + 3 * width,
-        forward_calls=5,
-        backward_calls=8,
-    )
-    yield _norm(width)
-    yield _segment(
-        *(matrices[name] for name in ("gate", "up")),
-        forward_elements=5 * hidden,
-        backward_elements=9 * hidden + 3 * width,
-        forward_calls=6,
-        backward_calls=12,
-    )
-    yield _segment(
-        matrices["down"],
-        forward_elements=3 * width,
-        backward_elements=3 * width,
-        forward_calls=3,
-        backward_calls=4,
-    )
+    matrices = block_parameters(shape)
 
+    def segment(*names: str, elements: tuple[int, int], launches: tuple[int, int]) -> ModelSegment:
+        return ModelSegment(
+            parameter_sizes=tuple(math.prod(matrices[name]) for name in names),
+            linears=tuple(
+                Linear(inputs=columns, outputs=rows)
+                for rows, columns in (matrices[name] for name in names)
+            ),
+            has_attention="output" in names,
+            elements=elements,
+            launches=launches,
+        )
 
-def _segment(
-    *linears: Linear,
-    forward_elements: int,
-    backward_elements: int,
-    forward_calls: int,
-    backward_calls: int,
-    has_attention: bool = False,
-) -> ModelSegment:
-    """Returns a segment whose parameters are the matrices of its products."""
-    return ModelSegment(
-        parameter_sizes=tuple(linear.inputs * linear.outputs for linear in linears),
-        linears=linears,
-        has_attention=has_attention,
-        forward_elements=forward_elements,
-        backward_elements=backward_elements,
-        forward_calls=forward_calls,
-        backward_calls=backward_calls,
+    rotated = queries + keys
+    yield _norm(width)
+    yield segment(
+        *("query", "key", "value"),
+        elements=(9 * rotated, 12 * rotated + 6 * width),
+        launches=(26, 40),
     )
+    yield segment(
+        "output", elements=(2 * queries + 3 * width, 4 * queries + 3 * width), launches=(5, 8)
+    )
+    yield _norm(width)
+    yield segment("gate", "up", elements=(5 * hidden, 9 * hidden + 3 * width), launches=(6, 12))
+    yield segment("down", elements=(3 * width, 3 * width), launches=(3, 4))
 
 
 def _norm(width: int) -> ModelSegment:
     return ModelSegment(
-        parameter_sizes=(width,),
-        forward_elements=7 * width,
-        backward_elements=22 * width,
-        forward_calls=6,
-        backward_calls=14,
+        parameter_sizes=(width,), elements=(7 * width, 22 * width), launches=(6, 14)
     )

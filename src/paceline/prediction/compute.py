@@ -14,14 +14,13 @@ from paceline.prediction.calibration import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentTime:
-    """Seconds of one direction of one segment, by what they go to."""
+    """Seconds of one segment's forward or backward, by term."""
 
     matmul_s: float
     attention_s: float
     elementwise_s: float
-    """Elementwise operations."""
     launch_s: float
-    """What operators cost whatever their size."""
+    """Cost of launching operators, whatever their size."""
 
     @property
     def total_s(self) -> float:
@@ -74,12 +73,12 @@ def _segment_times(
     segment: ModelSegment, shape: ModelShape, batch: BatchShape, calibration: Calibration
 ) -> tuple[SegmentTime, SegmentTime]:
     tokens = batch.tokens_per_pass
-    products = [0.0, 0.0]
+    matmul_s = [0.0, 0.0]
     for linear in segment.linears:
         dimensions: tuple[int, ...] = (tokens, linear.inputs, linear.outputs)
         times = nearest_times(calibration.linears, dimensions, linear_work(dimensions))
-        products = [total + time for total, time in zip(products, times, strict=True)]
-    attention = (0.0, 0.0)
+        matmul_s = [total + time for total, time in zip(matmul_s, times, strict=True)]
+    attention_s = (0.0, 0.0)
     if segment.has_attention:
         dimensions = (
             batch.num_sequences,
@@ -88,20 +87,17 @@ def _segment_times(
             shape.key_value_heads,
             shape.head_width,
         )
-        attention = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
-    backward_elements = tokens * segment.backward_elements + segment.backward_fixed_elements
-    calls = (
-        segment.forward_calls * calibration.forward_call_s,
-        segment.backward_calls * calibration.backward_call_s,
-    )
-    elements = (tokens * segment.forward_elements, backward_elements)
+        attention_s = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
+    elements = [tokens * number for number in segment.elements]
+    elements[1] += segment.backward_fixed_elements
+    one_launch_s = (calibration.forward_call_s, calibration.backward_call_s)
     forward, backward = (
         _direction(
-            products[direction],
-            attention[direction],
+            matmul_s[direction],
+            attention_s[direction],
             elements[direction] * calibration.stream_element_s,
-            calls[direction],
-            runs_behind=calibration.place["device"] != "cpu",
+            segment.launches[direction] * one_launch_s[direction],
+            is_asynchronous=calibration.place["device"] != "cpu",
         )
         for direction in (0, 1)
     )
@@ -109,11 +105,19 @@ def _segment_times(
 
 
 def _direction(
-    matmul_s: float, attention_s: float, elementwise_s: float, launch_s: float, *, runs_behind: bool
+    matmul_s: float,
+    attention_s: float,
+    elementwise_s: float,
+    launch_s: float,
+    *,
+    is_asynchronous: bool,
 ) -> SegmentTime:
-    if runs_behind:
-        # A device that runs behind the program hides calls, as far as it has something to do.
+    if is_asynchronous:
+        # A GPU runs behind the program and hides launches, as far as it has something to do.
         launch_s = max(0.0, launch_s - matmul_s - attention_s - elementwise_s)
     return SegmentTime(
-        matmul_s=matmul_s, attention_s=attention_s, elementwise_s=elementwise_s, launch_s=launch_s
+        matmul_s=matmul_s,
+        attention_s=attention_s,
+        elementwise_s=elementwise_s,
+        launch_s=launch_s,
     )

@@ -80,7 +80,7 @@ def test_segments_hold_all_parameters_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_products_are_those_of_the_operations_per_token(name: str) -> None:
+def test_matmuls_are_those_of_the_operations_per_token(name: str) -> None:
     shape = SHAPES[name]
     weights = sum(
         linear.inputs * linear.outputs
@@ -95,21 +95,19 @@ def test_products_are_those_of_the_operations_per_token(name: str) -> None:
 def test_elementwise_passes_are_those_that_torch_makes(name: str) -> None:
     forward, backward = _count(SHAPES[name])
     segments = model_segments(SHAPES[name])
-    expected = sum(TOKENS * segment.forward_elements for segment in segments)
+    expected = sum(TOKENS * segment.elements[0] for segment in segments)
     assert expected == pytest.approx(forward.elements, rel=0.05)
     expected = sum(
-        TOKENS * segment.backward_elements + segment.backward_fixed_elements for segment in segments
+        TOKENS * segment.elements[1] + segment.backward_fixed_elements for segment in segments
     )
     assert expected == pytest.approx(backward.elements, rel=0.08)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_calls_are_about_those_that_torch_makes(name: str) -> None:
+def test_launches_are_about_those_that_torch_makes(name: str) -> None:
     forward, backward = _count(SHAPES[name])
     segments = model_segments(SHAPES[name])
-    assert sum(segment.forward_calls for segment in segments) == pytest.approx(
-        forward.calls, rel=0.1
-    )
-    assert sum(segment.backward_calls for segment in segments) == pytest.approx(
+    assert sum(segment.launches[0] for segment in segments) == pytest.approx(forward.calls, rel=0.1)
+    assert sum(segment.launches[1] for segment in segments) == pytest.approx(
         backward.calls, rel=0.1
     )

@@ -1,4 +1,4 @@
-"""Memory traffic of what a block computes beside its matrix products.
+"""Memory traffic of what a block computes beside its matmuls.
 
 Norms, dropout, softmax and activation functions do a few operations for each number that they read
 or write, so that memory bandwidth alone sets their pace. Each line below counts the numbers that
@@ -21,14 +21,13 @@ gradient of the output, and of what was saved what it needs, and writes that of 
 
 1/e stands for a mask of one byte beside numbers of e bytes. Attention that stores no scores has
 neither of the last two. The loss reads and writes logits of v words in float32 ten times forward
-and backward and converts them from and to the compute format. What matrix products themselves read
-and write is not counted: with thousands of tokens they are bound by computing, but for those of
-stored scores, whose traffic is `score_product_bytes`.
+and backward and converts them from and to the compute dtype. What matmuls themselves read and write
+is not counted: with thousands of tokens they are compute-bound, but for those of stored scores,
+whose traffic is `score_product_bytes`.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,9 +43,8 @@ _LOSS_TOUCHES = 10
 _BRANCHES = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Elementwise:
-    """One kind of kernel: what it reads and writes per token and layer, and how it is divided."""
+class Elementwise(NamedTuple):
+    """One kind of kernel: bytes read and written per token and layer, and how they are divided."""
 
     name: str
     forward_bytes: float
@@ -56,11 +54,6 @@ class Elementwise:
     """Kernels in forward; backward has as many."""
     of_scores: bool = False
     """Whether selective recomputation runs it again."""
-
-
-def elementwise_operations(workload: Workload) -> tuple[Elementwise, ...]:
-    """Returns the kernels of one block, as the table of the module counts them."""
-    return tuple(_operations(workload))
 
 
 def elementwise_bytes(layouts: Layouts, workload: Workload) -> Any:
@@ -84,7 +77,7 @@ def loss_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 
 def score_product_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what products with stored scores move per token and layer: 2 n s each way.
+    """Returns what matmuls with stored scores move per token and layer: 2 n s each way.
 
     Forward writes the scores and reads the probabilities; backward writes their gradient and reads
     probabilities and gradients three times.
@@ -97,80 +90,51 @@ def score_product_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 
 def num_kernels(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the kernels of one layer and pass: elementwise ones and matrix products."""
+    """Returns the kernels of one layer and pass: elementwise ones and matmuls."""
     shape = workload.shape
-    products = (4 if shape.num_heads else 0) + (3 if shape.feed_forward == "swiglu" else 2)
-    forward = products + sum(part.num_forward for part in elementwise_operations(workload))
-    # A product has two gradients; an elementwise kernel one.
-    backward = forward + products
+    matmuls = (4 if shape.num_heads else 0) + (3 if shape.feed_forward == "swiglu" else 2)
+    forward = matmuls + sum(part.num_forward for part in elementwise_operations(workload))
+    # A matmul has two gradients; an elementwise kernel one.
+    backward = forward + matmuls
     again = np.where(layouts.checkpointing == CHECKPOINTING["full"], forward, 0)
     return forward + backward + again
 
 
-def _operations(workload: Workload) -> Iterator[Elementwise]:
+def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
+    """Yields name, bytes forward and backward, division and kernels, as the table lists them."""
     shape = workload.shape
     size = workload.compute_bytes
     branches = _BRANCHES if shape.num_heads else 1
     width = branches * shape.d_model
+    stream = size * width
     mask = width if workload.dropout else 0
-    bias = width * size if shape.biases else 0
     if shape.norm != "none":
-        yield Elementwise(
-            name="norms",
-            forward_bytes=2 * size * width,
-            backward_bytes=3 * size * width,
-            division="stream",
-            num_forward=branches,
-        )
-    yield Elementwise(
-        name="residuals",
-        forward_bytes=3 * size * width + mask,
-        backward_bytes=3 * size * width + bias + (2 * size * width + mask if mask else 0),
-        division="stream",
-        num_forward=branches,
-    )
+        yield Elementwise("norms", 2 * stream, 3 * stream, "stream", branches)
+    residual_backward = 3 * stream + (stream if shape.biases else 0)
+    residual_backward += 2 * stream + mask if mask else 0
+    yield Elementwise("residuals", 3 * stream + mask, residual_backward, "stream", branches)
     if shape.num_heads:
         yield from _attention(workload)
-    gated = shape.feed_forward == "swiglu"
-    plain_backward = 4 if shape.biases else 3
-    if shape.feed_forward != "linear":
-        yield Elementwise(
-            name="activation function",
-            forward_bytes=(5 if gated else 2) * size * shape.d_ff,
-            backward_bytes=(8 if gated else plain_backward) * size * shape.d_ff,
-            division="tensor",
-            num_forward=2 if gated else 1,
-        )
+    hidden = size * shape.d_ff
+    if shape.feed_forward == "swiglu":
+        yield Elementwise("activation function", 5 * hidden, 8 * hidden, "tensor", 2)
+    elif shape.feed_forward != "linear":
+        backward = (4 if shape.biases else 3) * hidden
+        yield Elementwise("activation function", 2 * hidden, backward, "tensor", 1)
 
 
 def _attention(workload: Workload) -> Iterator[Elementwise]:
     shape, size = workload.shape, workload.compute_bytes
-    heads = shape.attention_width
-    projected = heads + 2 * shape.key_value_width
+    heads = size * shape.attention_width
+    projected = heads + 2 * size * shape.key_value_width
     if shape.biases:
-        yield Elementwise(
-            name="biases of queries, keys and values",
-            forward_bytes=2 * size * projected,
-            backward_bytes=size * projected,
-            division="tensor",
-            num_forward=1,
-        )
+        name = "biases of queries, keys and values"
+        yield Elementwise(name, 2 * projected, projected, "tensor", 1)
     if shape.positions == "rotary":
-        rotated = 2 * size * (heads + shape.key_value_width)
-        yield Elementwise(
-            name="rotary positions",
-            forward_bytes=rotated,
-            backward_bytes=rotated,
-            division="tensor",
-            num_forward=2,
-        )
-    yield Elementwise(
-        name="heads parted and joined",
-        forward_bytes=2 * size * heads,
-        backward_bytes=2 * size * (heads + projected),
-        division="tensor",
-        num_forward=1,
-    )
+        rotated = 2 * size * (shape.attention_width + shape.key_value_width)
+        yield Elementwise("rotary positions", rotated, rotated, "tensor", 2)
+    joined_backward = 2 * (heads + projected)
+    yield Elementwise("heads parted and joined", 2 * heads, joined_backward, "tensor", 1)
     if workload.attention == "flash":
         if workload.dropout:
             raise UsageError(
@@ -179,20 +143,7 @@ def _attention(workload: Workload) -> Iterator[Elementwise]:
             )
         return
     scores = shape.num_heads * workload.context_length
-    yield Elementwise(
-        name="softmax",
-        forward_bytes=2 * size * scores,
-        backward_bytes=3 * size * scores,
-        division="tensor",
-        num_forward=1,
-        of_scores=True,
-    )
+    yield Elementwise("softmax", 2 * size * scores, 3 * size * scores, "tensor", 1, True)
     if workload.dropout:
-        yield Elementwise(
-            name="dropout of scores",
-            forward_bytes=(2 * size + 1) * scores,
-            backward_bytes=(2 * size + 1) * scores,
-            division="tensor",
-            num_forward=1,
-            of_scores=True,
-        )
+        thinned = (2 * size + 1) * scores
+        yield Elementwise("dropout of scores", thinned, thinned, "tensor", 1, True)
