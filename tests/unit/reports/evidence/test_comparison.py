@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
@@ -24,6 +24,7 @@ def _compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Rat
     return found
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 1000.0), min_size=6, max_size=300))
 def test_the_interval_is_that_of_the_quantile_test(values: list[float]) -> None:
     expected = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)

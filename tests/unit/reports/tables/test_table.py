@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from paceline.core import UsageError
-from paceline.records import Metric
+from paceline.records import Metric, Record, find_kind
 from paceline.reports.tables.table import Table, records_table, render_csv, render_markdown
-from tests.unit.reports.factory import attention_record, step_record
+from tests.unit.reports.factory import ENVIRONMENT, attention_record, step_record
 
 
 def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
@@ -87,6 +87,7 @@ def test_markup_in_a_record_is_text_on_a_terminal() -> None:
     assert any("[red]x" in line for line in _printed(records_table(records), 200))
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 99), *[st.sampled_from(["n/a", "15.3 ± 1.5", "torch_ddp"])] * 7),
@@ -127,15 +128,94 @@ def test_rows_of_other_columns_are_tables_of_their_own_where_keys_leave_no_room(
     assert "n/a" not in narrow
 
 
-def test_a_spread_beyond_the_value_is_marked() -> None:
-    steady, unsteady = step_record(), step_record(model="xl")
-    samples = Metric.from_samples([0.001, 0.002, 0.9])
-    unsteady = msgspec.structs.replace(
-        unsteady, metrics={**unsteady.metrics, "step_time_s": samples}
+@pytest.mark.parametrize(
+    ("kind", "values", "cells"),
+    [
+        (
+            "ddp",
+            {
+                "step_time_s": 2.0,
+                "step_time_ratio": 0.98765,
+                "forward_time_s": 0.5,
+                "backward_time_s": 1.0,
+                "exposed_communication_s": 0.25,
+                "communication_s": 0.75,
+                "num_messages": 17.0,
+                "chosen_bucket_size_mb": 25.0,
+            },
+            ("2000", "0.988", "500", "1000", "250", "750", "17", "25 MiB"),
+        ),
+        (
+            "calibration",
+            {
+                "forward_time_s": 0.001,
+                "backward_time_s": 0.002,
+                "element_time_s": 1.5e-9,
+                "latency_s": 0.003,
+                "algorithm_bandwidth_bytes_per_s": 2e9,
+                "max_relative_error": 0.125,
+                "lost_s_per_byte": 6e-10,
+                "slowdown": 2.5,
+            },
+            ("1.00", "2.00", "1.50", "3.00", "2 GB/s", "12.5%", "0.600", "2.50"),
+        ),
+        (
+            "prediction",
+            {
+                "step_time_s": 0.5,
+                "matmul_s": 0.1,
+                "attention_s": 0.02,
+                "elementwise_s": 0.003,
+                "launch_s": 0.0004,
+                "optimizer_s": 0.05,
+                "bucket_copy_s": 0.006,
+                "contention_s": 0.007,
+                "exposed_s": 0.008,
+            },
+            ("500", "123", "56.0", "7.00", "8.00"),
+        ),
+        (
+            "timeline",
+            {
+                "compute_s": 0.1,
+                "contention_s": 0.2,
+                "exposed_communication_s": 0.3,
+                "idle_s": 0.4,
+                "step_time_s": 1.0,
+                "overlapped_communication_s": 0.6,
+                "reported_exposed_s": 0.7,
+            },
+            ("100", "200", "300", "400", "1000", "600", "700"),
+        ),
+    ],
+)
+def test_columns_show_their_metrics_in_their_units(
+    kind: str, values: dict[str, float], cells: tuple[str, ...]
+) -> None:
+    measured = "ddp" if kind == "prediction" else kind
+    case = dict.fromkeys(find_kind(measured).join_key, "x")
+    record = Record(
+        kind=kind,
+        case={**case, "predicts": measured} if kind == "prediction" else case,
+        environment=ENVIRONMENT,
+        metrics={name: Metric(value=value) for name, value in values.items()},
+        outcome="ok",
     )
-    table = records_table([steady, unsteady])
+    table = records_table([record])
+    assert table.rows == (cells,)
+    times = [header for header in table.headers if header.endswith(("(ms)", "(ns)", "(ms/MB)"))]
+    assert len(times) == {"ddp": 5, "calibration": 5, "prediction": 5, "timeline": 7}[kind]
+
+
+def test_a_spread_beyond_the_value_is_marked() -> None:
+    def with_deviation(model: str, deviation: float) -> Record:
+        record = step_record(model=model)
+        step = Metric(value=0.1, std=deviation, samples=(0.1, 0.1))
+        return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": step})
+
+    table = records_table([with_deviation("small", 0.099), with_deviation("xl", 0.101)])
     column = table.headers.index("step (ms)")
-    assert [row[column] for row in table.rows] == ["100 ± 15.3", "2.00 ± 519 (!)"]
+    assert [row[column] for row in table.rows] == ["100 ± 99.0", "100 ± 101 (!)"]
     assert [note[:3] for note in table.notes] == ["(!)"]
 
 
