@@ -145,7 +145,7 @@ class DesignError:
     within_tenth: float
     """Share that missed by less than 10%."""
     root_mean_square: float
-    """Of the log of the predicted over the true N."""
+    """Root mean square of the log of the predicted over the true N."""
     largest: float
 
 

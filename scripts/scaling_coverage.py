@@ -29,7 +29,7 @@ class Coverage:
     covered: float
     """Share of the sweeps whose interval of N holds the truth."""
     covered_loss: float
-    """The same for the loss."""
+    """Share of the sweeps whose interval of the loss holds the truth."""
     bias: float
     """Median of the estimated N over the true one, less one."""
     deviation: float

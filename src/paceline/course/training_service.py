@@ -37,7 +37,7 @@ class ServiceError(PacelineError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """One run to buy; out of the service's ranges it cannot be made."""
+    """One run to buy, within the ranges of the service."""
 
     d_model: int
     num_layers: int

@@ -107,7 +107,8 @@ class LossSurface:
         left over is the waste, as a share of the whole.
         """
         loss = self.loss(parameters, tokens_for(compute, parameters))
-        return np.asarray(1 - self.compute_for_loss(loss) / np.asarray(compute))
+        # At the optimum itself rounding would make it -0.00%.
+        return np.maximum(1 - self.compute_for_loss(loss) / np.asarray(compute), 0.0)
 
 
 def optimal_parameters(

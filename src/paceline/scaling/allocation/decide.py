@@ -36,12 +36,12 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waste:
-    """What a model of another size throws away."""
+    """FLOPs that a model of another size throws away."""
 
     parameters: float
     reason: str
     wasted: float
-    """Share of the FLOPs."""
+    """Share of the FLOPs that the best model would have saved."""
     loss: float
 
 
@@ -54,15 +54,15 @@ class Decision:
     extrapolation: float
     """The budget over the largest one that was tried."""
     answers: tuple[Answer, ...]
-    """One per method that the runs allowed."""
+    """The answers of the methods that the runs allowed."""
     profile: Estimate
     """The parametric N once more, with its profile interval: the check on the bootstrap's."""
     waste: tuple[Waste, ...]
-    """What models too small or too large by some factors would throw away."""
+    """FLOPs that models too small or too large by some factors would throw away."""
     run: TrainingRun
     """The parametric answer as something to train: a shape, its tokens and steps."""
     learning_rate: float
-    """A peak to begin with, by a published law."""
+    """Peak learning rate to begin tuning at, by a published law."""
 
 
 def decide(
@@ -79,10 +79,10 @@ def decide(
     Args:
         fit: What the methods make of the runs.
         compute: The budgets in FLOPs.
-        level: How often an interval is to hold the truth.
-        vocab_size: Of the model to build.
-        context_length: Of the model to build.
-        batch_tokens: Of a step; by default what the size of the model suggests.
+        level: Probability with which an interval is to hold the truth.
+        vocab_size: Vocabulary of the model to build.
+        context_length: Tokens per sequence of the model to build.
+        batch_tokens: Tokens per step; by default what Step Law advises.
     """
     targets = np.asarray(compute, dtype=np.float64)
     if not len(targets) or not (np.isfinite(targets) & (targets > 0)).all():

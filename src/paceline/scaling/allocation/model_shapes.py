@@ -31,11 +31,11 @@ class TrainingRun:
 
     shape: ModelShape
     parameters: int
-    """All of them, counted exactly."""
+    """Exact number of parameters, embeddings included."""
     flops_per_token: float
-    """Exact, attention included; compare 6N."""
+    """Exact FLOPs per token, attention included; compare 6N."""
     tokens: int
-    """So many that exact FLOPs spend the budget, in whole steps."""
+    """Tokens with which exact FLOPs spend the budget, in whole steps."""
     tokens_per_step: int
     num_steps: int
     flops: float

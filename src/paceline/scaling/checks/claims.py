@@ -1,4 +1,4 @@
-"""Somebody else's answer held against the runs: coefficients, or an N and a D for a budget.
+"""Claims checked against the runs: coefficients, or an N and a D for a budget.
 
 Coefficients come as they were printed, because their digits are part of the claim: half a unit of
 the last digit of an exponent moves the optimum more than most intervals are wide.
@@ -30,9 +30,11 @@ class AllocationCost:
     """What training a claimed model would cost, by the fitted surface."""
 
     loss: float
+    """Loss of the claimed model."""
     best_loss: float
+    """Loss of the best model for the budget."""
     spent: float
-    """6ND as a share of the budget."""
+    """6ND of the claim, as a share of the budget."""
     wasted: float
     """Share of the FLOPs spent that the best model would not have needed."""
 

@@ -44,7 +44,7 @@ def diagnose(
     Args:
         fit: What the methods make of the runs.
         compute: The budgets in FLOPs.
-        level: Of the intervals that are compared.
+        level: Probability with which the intervals compared hold the truth.
     """
     targets = np.asarray(compute, dtype=np.float64)
     findings = [

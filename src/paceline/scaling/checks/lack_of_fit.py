@@ -29,7 +29,7 @@ class LackOfFit:
     size: float
     """Root mean square of the pattern, as a share of the loss."""
     resembles: str
-    """What leaves such a pattern."""
+    """A cause that leaves such a pattern, in words."""
 
 
 def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:

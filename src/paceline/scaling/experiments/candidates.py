@@ -20,7 +20,7 @@ from paceline.scaling.runs.sweep import Sweep, positive_number, run_size
 from paceline.scaling.surface import tokens_for
 
 Price = Callable[[float, float], float]
-"""What a run of so many parameters on so many tokens costs."""
+"""The cost of a run from its parameters and tokens."""
 
 EXPECTED_NOISE = 0.003
 # Runs farther below the target are cheap, but real ones do not lie on its surface any more; nor do
@@ -61,7 +61,7 @@ class CandidateRun:
     tokens: float
     """D."""
     cost: float
-    """What the run costs, in the unit of the budget."""
+    """Cost of the run, in the unit of the budget."""
 
 
 def candidate_runs(

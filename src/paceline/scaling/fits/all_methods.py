@@ -1,4 +1,4 @@
-"""All methods on one sweep: the door of this room.
+"""All methods on one sweep.
 
 A method that a sweep does not allow (no curves, too few budgets with a minimum) is left out with
 the reason; only a sweep that allows none is an error.
@@ -26,7 +26,7 @@ class ScalingFit:
     profiles: tuple[Profile, ...]
     """The runs of each budget, with their minimum."""
     methods: tuple[MethodFit, ...]
-    """What each method that the sweep allows found."""
+    """The fit of each method that the sweep allows."""
     left_out: tuple[tuple[MethodName, str], ...]
     """Methods that the sweep does not allow, with the reason."""
 
@@ -51,7 +51,7 @@ def fit(sweep: Sweep, *, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> Scali
     Args:
         sweep: The runs.
         num_draws: Replicates per method, of which intervals are made.
-        seed: Of the draws; the same seed gives the same intervals.
+        seed: Seed of the draws; the same seed gives the same intervals.
     """
     counts = draw_counts(sweep, num_draws, seed)
     attempts: dict[MethodName, Callable[[], MethodFit]] = {

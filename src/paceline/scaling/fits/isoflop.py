@@ -35,16 +35,17 @@ class Profile:
 
     compute: float
     members: "np.ndarray[tuple[int], np.dtype[np.intp]]"
-    """Which runs of the sweep, from small to large models."""
+    """Indices of the budget's runs in the sweep, from small to large models."""
     lowest: int
-    """The run with the least loss, as an index of the sweep."""
+    """Index in the sweep of the run with the least loss."""
     edge: str | None
     """"smallest" or "largest" where the least loss is that of such a model."""
     coefficients: Array | None
-    """Of the parabola in log N about the lowest run, constant first; None without a minimum."""
+    """Coefficients of the parabola in log N about the lowest run, constant first, if it has one."""
     vertex: float | None
     """The parabola's N of least loss."""
     vertex_loss: float | None
+    """Loss at that N."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,7 +27,7 @@ class SurfaceFit:
     surface: LossSurface
     replicates: FittedSurfaces
     residuals: Array
-    """Of every run: log of the observed over the fitted loss."""
+    """Log of the observed over the fitted loss of every run."""
 
     @property
     def exponent(self) -> float:

@@ -41,15 +41,15 @@ class Prediction:
     """One method's answer for some budgets."""
 
     method: MethodName
-    """Which one."""
+    """Name of the method."""
     compute: Array
     """The budgets in FLOPs."""
     parameters: Band
-    """The best N at each."""
+    """The best N at each budget."""
     tokens: Band
-    """The best D at each."""
+    """The best D at each budget."""
     loss: Band
-    """Of the best model at each."""
+    """Loss of the best model at each budget."""
 
 
 class MethodFit(Protocol):
@@ -76,7 +76,7 @@ def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Pre
     Args:
         fit: What one method made of the runs.
         compute: The budgets in FLOPs.
-        level: How often an interval is to hold the truth.
+        level: Probability with which an interval is to hold the truth.
     """
     parameters, loss = fit.optimum(compute)
     drawn_parameters, drawn_loss = fit.draws(compute)

@@ -1,4 +1,4 @@
-"""Sweeps from files: JSON, JSON Lines, CSV, and Paceline's own training records.
+"""Sweeps from files: JSON, JSON Lines, CSV, and records of runs.
 
 The suffix says which; a line of JSON that carries a record's `schema` is read as a record, whose
 parameters are those of the model in its case.
@@ -90,7 +90,7 @@ def _row_of_record(record: Mapping[str, object], where: str) -> Mapping[str, obj
         raise UsageError(f"{where}: a record needs case and metrics")
     row: dict[str, object] = {"outcome": record.get("outcome")}
     row["parameters"] = case["parameters"] if "parameters" in case else _parameters(case, where)
-    for field in ("tokens", "compute_budget", "final_loss"):
+    for field in ("tokens", "compute_budget", "final_loss", "cost"):
         if field in metrics:
             metric = metrics[field]
             row[field] = metric.get("value") if isinstance(metric, dict) else metric

@@ -1,7 +1,7 @@
 """A sweep: the final losses of many training runs, checked before anything is fitted.
 
 Invariants of a `Sweep`: every number is finite and positive, all columns have one entry per run,
-and what was wrong with the rows that it was made of is told by its remarks. A wrong number is an
+and its remarks name the troubles of the rows that it was made of. A wrong number is an
 error that names row and field; a run that went wrong (no loss, diverged, the same row twice) is
 left out and said so, because a sweep of hundreds of runs always has a few.
 """
@@ -28,7 +28,7 @@ class Remark:
 
     name: RemarkName
     row: int
-    """Counted from 1, in the order of the file."""
+    """Number of the row in the file, from 1."""
     message: str
     is_left_out: bool = True
     """Whether the row is not part of the sweep."""
@@ -51,13 +51,13 @@ class Sweep:
     tokens: Array
     """D of every run."""
     loss: Array
-    """At the end of every run."""
+    """Final loss of every run."""
     compute: Array
     """The stated budget where there was one, else 6 N D."""
     curves: tuple[Curve | None, ...] = ()
-    """One per run, or none at all."""
+    """Training curves, one per run, or empty if there are none."""
     remarks: tuple[Remark, ...] = ()
-    """What was wrong with the rows that it was made of."""
+    """Troubles of the rows that the sweep was made of."""
 
     def __post_init__(self) -> None:
         for field in ("parameters", "tokens", "loss", "compute"):

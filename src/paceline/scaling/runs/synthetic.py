@@ -37,11 +37,11 @@ class SweepDesign:
     """Which runs are made: for every budget, sizes about the optimum."""
 
     budgets: tuple[float, ...] = COURSE_BUDGETS
-    """In FLOPs."""
+    """Budgets in FLOPs."""
     num_sizes: int = 8
     """Models per budget."""
     reach: float = 5.0
-    """A budget's models lie between the optimum divided by this and multiplied by it."""
+    """Factor by which a budget's smallest and largest models differ from the optimum."""
     offset: float = 1.0
     """Factor between the sizes' centre and the true optimum, which nobody knows beforehand."""
     drift: float = 0.0
@@ -89,11 +89,11 @@ def synthetic_sweep(
 
     Args:
         surface: The truth.
-        design: Which runs are made.
+        design: Budgets and sizes of the runs.
         noise: Relative deviation of a run's loss.
-        departure: How the runs differ from the surface, if they do.
+        departure: Ways in which the runs differ from the surface.
         with_curves: Whether runs have training curves.
-        seed: Of the noise.
+        seed: Seed of the noise.
     """
     parameters, compute = design_runs(surface, design or SweepDesign())
     tokens = tokens_for(compute, parameters)
