@@ -17,9 +17,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 import numpy as np
-
-from paceline.core.errors import UsageError
-from paceline.course.campaign import (
+from buy_runs import (
     Campaign,
     Purchase,
     as_sweep,
@@ -28,13 +26,15 @@ from paceline.course.campaign import (
     scout_learning_rates,
     shape_request,
 )
-from paceline.course.training_service import (
+from training_service import (
     TRAIN_FLOPS,
     Reply,
     RunRequest,
     ServiceError,
     TrainingService,
 )
+
+from paceline.core.errors import UsageError
 from paceline.scaling.experiments.candidates import (
     EXPECTED_NOISE,
     FARTHEST_BELOW,

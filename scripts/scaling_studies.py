@@ -8,6 +8,9 @@ import dataclasses
 import pathlib
 import sys
 
+# The study of designs buys runs as the courses' script does.
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "course"))
+
 from fake_training_service import design_study
 from scaling_coverage import coverage_study, warning_study
 

@@ -107,8 +107,6 @@ class DesignCommand:
     """FLOPs that a run may take; 1, 3 and 6 per decade up to the target unless given."""
     candidates: pathlib.Path | None = None
     """File of runs that could be made, instead of sizes and FLOPs; a cost column sets prices."""
-    service: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """The courses' training service: buy the runs there instead of proposing them."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
@@ -117,12 +115,6 @@ class DesignCommand:
                 _require_positive(flag, value)
             if values and self.candidates is not None:
                 raise UsageError(f"{flag} and --candidates both say which runs could be made")
-        is_given = self.runs or self.candidates or self.sizes or self.run_flops
-        if self.service is not None and is_given:
-            raise UsageError(
-                "--service sells runs of its own and remembers them; leave out --runs, --sizes, "
-                "--run-flops and --candidates"
-            )
 
 
 def _require_positive(flag: str, value: float | None) -> None:
@@ -250,7 +242,7 @@ def _design(command: DesignCommand) -> None:
     from paceline.reports.tables.scaling import runs_table
     from paceline.scaling.records import NORMAL_90, design_record
 
-    records, belief = _proposed(command) if command.service is None else _bought(command)
+    records, belief = _proposed(command)
     if command.output.json:
         for record in (*records, design_record(belief, command.target)):
             print_record(record)
@@ -259,9 +251,8 @@ def _design(command: DesignCommand) -> None:
     console.print(runs_table(records))
     size = float(belief.surface.optimal_parameters(command.target))
     factor = math.exp(NORMAL_90 * belief.log_size_deviation(command.target))
-    known_as = "best N" if command.service is not None else "expected N"
     console.print(
-        f"{known_as} at {command.target:.3g} FLOPs: {size:.3g}, known to a factor of "
+        f"expected N at {command.target:.3g} FLOPs: {size:.3g}, known to a factor of "
         f"{factor:.3g} (90%) if losses repeat to {belief.noise:.1%}",
         soft_wrap=True,
     )
@@ -286,13 +277,3 @@ def _proposed(command: DesignCommand) -> "tuple[list[Record], Belief]":
     for run in runs:
         belief = after_buying(belief, run.parameters, run.tokens)
     return [run_record(run) for run in runs], belief
-
-
-def _bought(command: DesignCommand) -> "tuple[list[Record], Belief]":
-    """Returns the runs that the training service sold, and what is known after them."""
-    from paceline.course.campaign import run_campaign
-    from paceline.course.training_service import HttpTrainingService
-
-    service = HttpTrainingService(command.service or "")
-    campaign = run_campaign(service, command.budget, command.target)
-    return campaign.records(), campaign.belief

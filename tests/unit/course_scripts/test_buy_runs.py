@@ -7,9 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-
-from paceline.core.errors import UsageError
-from paceline.course.campaign import (
+from buy_runs import (
     Purchase,
     RateLaw,
     fit_rate_law,
@@ -17,20 +15,22 @@ from paceline.course.campaign import (
     scout_learning_rates,
     shape_request,
 )
-from paceline.course.training_service import (
-    TRAIN_FLOPS,
-    HttpTrainingService,
-    Reply,
-    RunRequest,
-    ServiceError,
-)
-from scripts.fake_training_service import (
+from fake_training_service import (
     FakeTrainingService,
     HiddenTruth,
     design_study,
     random_truth,
     serve,
 )
+from training_service import (
+    TRAIN_FLOPS,
+    HttpTrainingService,
+    Reply,
+    RunRequest,
+    ServiceError,
+)
+
+from paceline.core.errors import UsageError
 from tests.unit.scaling.surfaces import SURFACE
 
 GOOD = RunRequest(

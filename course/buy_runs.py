@@ -1,4 +1,6 @@
-"""Buying runs from the courses' training service: learning rates first, then what a design chooses.
+"""Buys runs from the courses' training service: learning rates first, then what a design chooses.
+
+    python course/buy_runs.py http://ADDRESS --budget 2e18 --target 1e19 > bought.jsonl
 
 A learning rate that is off by a factor costs as much loss as a model that is off by ten, so a
 small share of the budget goes into its law: a few sizes, a few rates each, one parabola with a
@@ -6,22 +8,27 @@ common curvature whose vertex moves with log N. Losses bought at other rates are
 The rest is spent in rounds; after each, all runs so far choose those of the next.
 """
 
+import argparse
 import dataclasses
 import functools
+import math
+import sys
 
+import msgspec
 import numpy as np
-
-from paceline.core.errors import UsageError
-from paceline.course.training_service import (
+from training_service import (
     BATCH_SIZES,
     D_MODEL_RANGE,
     LEARNING_RATE_RANGE,
     NUM_HEADS_RANGE,
     NUM_LAYERS_RANGE,
     TRAIN_FLOPS,
+    HttpTrainingService,
     RunRequest,
     TrainingService,
 )
+
+from paceline.core.errors import PacelineError, UsageError
 from paceline.records import Record
 from paceline.scaling.experiments.candidates import (
     FARTHEST_BELOW,
@@ -31,7 +38,7 @@ from paceline.scaling.experiments.candidates import (
     require_target,
 )
 from paceline.scaling.experiments.design import Belief
-from paceline.scaling.records import run_record
+from paceline.scaling.records import NORMAL_90, design_record, run_record
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
@@ -217,3 +224,33 @@ def _shapes() -> tuple[Array, Array, Array]:
     is_sane = (aspect >= _ASPECT_RANGE[0]) & (aspect <= _ASPECT_RANGE[1])
     widths, depths = widths[is_sane], depths[is_sane]
     return 12.0 * depths * widths**2, widths, depths
+
+
+def main() -> int:
+    """Buys runs, prints their records and, on stderr, what is known after them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("service", metavar="URL", help="the service's address")
+    parser.add_argument("--budget", type=float, required=True, help="FLOPs of all runs together")
+    parser.add_argument("--target", type=float, required=True, help="FLOPs of the model to know")
+    arguments = parser.parse_args()
+    try:
+        service = HttpTrainingService(arguments.service)
+        campaign = run_campaign(service, arguments.budget, arguments.target)
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 + isinstance(error, UsageError)
+    belief = campaign.belief
+    for record in (*campaign.records(), design_record(belief, arguments.target)):
+        print(msgspec.json.encode(record).decode())
+    size = float(belief.surface.optimal_parameters(arguments.target))
+    factor = math.exp(NORMAL_90 * belief.log_size_deviation(arguments.target))
+    print(
+        f"best N at {arguments.target:.3g} FLOPs: {size:.3g}, known to a factor of {factor:.3g} "
+        f"(90%) if losses repeat to {belief.noise:.1%}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-from paceline.course import training_service
-from paceline.course.training_service import HttpTrainingService, RunRequest, ServiceError
+import training_service
+from training_service import HttpTrainingService, RunRequest, ServiceError
 
 REQUEST = RunRequest(
     d_model=512,

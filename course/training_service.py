@@ -113,7 +113,7 @@ class HttpTrainingService:
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(f"--service {url}: an address such as http://localhost:8000 is needed")
+            raise UsageError(f"{url}: an address such as http://localhost:8000 is needed")
         self._parts = parts
 
     def query(self, request: RunRequest) -> Reply:
