@@ -108,7 +108,8 @@ class LossSurface:
         """
         loss = self.loss(parameters, tokens_for(compute, parameters))
         # At the optimum itself rounding would make it -0.00%.
-        return np.maximum(1 - self.compute_for_loss(loss) / np.asarray(compute), 0.0)
+        saved = 1 - self.compute_for_loss(loss) / np.asarray(compute)
+        return np.asarray(np.maximum(saved, 0.0))
 
 
 def optimal_parameters(
