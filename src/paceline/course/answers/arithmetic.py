@@ -1,4 +1,4 @@
-"""Answers that need no measurement: sums in low formats, autocast, accounting of a large model."""
+"""Answers without measurement: sums in low precision, autocast, accounting of a large model."""
 
 from paceline.core.presets import model_preset
 from paceline.core.units import to_gibibytes
@@ -23,116 +23,94 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
     sums = [repeated_sum(sum_dtype=total, term_dtype=term) for total, term, _ in _SUMS]
     worst = max(sums, key=lambda each: abs(each.result - _EXACT))
     represented = sums[2]
-    return (
-        Block(
-            heading="0.01 added a thousand times, calculated",
-            tables=(
-                Table(
-                    headers=("sum", "term", "result", "error"),
-                    rows=tuple(
-                        (
-                            total,
-                            f"{term}{how}",
-                            f"{found.result:.4f}",
-                            f"{found.result - _EXACT:+.4f}",
-                        )
-                        for (total, term, how), found in zip(_SUMS, sums, strict=True)
-                    ),
-                    caption="rounded to the format of the sum after every addition",
-                ),
-            ),
-            findings=(
-                make_finding(
-                    "sum_rounds",
-                    "The sum in {sum_dtype} is furthest off, {result:.4f}: its numbers are "
-                    "{spacing:.4g} apart there, so every addition above 8 moves it by that instead "
-                    "of {term:.6f}.",
-                    sum_dtype=worst.sum_dtype,
-                    result=worst.result,
-                    spacing=worst.spacing,
-                    term=worst.term,
-                ),
-                make_finding(
-                    "term_rounds",
-                    "{result:.4f} is another error: {term_dtype} has no 0.01, the nearest is "
-                    "{term:.9f}, and a thousand of those are as much however they are added.",
-                    "Keep sums in float32, and cast terms before they lose digits.",
-                    result=represented.result,
-                    term_dtype=represented.term_dtype,
-                    term=represented.term,
-                ),
-            ),
+    table = Table(
+        headers=("sum", "term", "result", "error"),
+        rows=tuple(
+            (total, f"{term}{how}", f"{found.result:.4f}", f"{found.result - _EXACT:+.4f}")
+            for (total, term, how), found in zip(_SUMS, sums, strict=True)
+        ),
+        caption="rounded to the dtype of the sum after every addition",
+    )
+    findings = (
+        make_finding(
+            "sum_rounds",
+            "The sum in {dtype} is furthest off, {result:.4f}: its numbers are {spacing:.4g} apart "
+            "there, so every addition above 8 moves it by that instead of {term:.6f}.",
+            dtype=worst.sum_dtype,
+            result=worst.result,
+            spacing=worst.spacing,
+            term=worst.term,
+        ),
+        make_finding(
+            "term_rounds",
+            "{result:.4f} is another error: {dtype} has no 0.01, the nearest is {term:.9f}, and a "
+            "thousand of those are as much however they are added.",
+            "Keep sums in float32 even when their terms are not.",
+            dtype=represented.term_dtype,
+            result=represented.result,
+            term=represented.term,
         ),
     )
+    heading = "0.01 added a thousand times, calculated"
+    return (Block(heading=heading, tables=(table,), findings=findings),)
 
 
 def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
-    """Lists what autocast computes in which format."""
-    return (
-        Block(
-            heading="Linear layer, layer norm, linear layer; float32 weights under autocast",
-            tables=(
-                Table(
-                    headers=("what", "on CUDA", "on a CPU"),
-                    rows=AUTOCAST_DTYPES,
-                    caption="checked by tests/unit/models/test_mixed_precision.py",
-                ),
-            ),
-            findings=(
-                make_finding(
-                    "loss_is_float32",
-                    "The loss is float32, not float16 or bfloat16: cross-entropy is on autocast's "
-                    "list of operations that run in float32.",
-                ),
-                make_finding(
-                    "layer_norm_is_float32",
-                    "Layer norm is kept in float32 because it sums squares: in float16 256 "
-                    "squared overflows; bfloat16 has float32's range, but eight "
-                    "significant bits are few for the sums of a mean and a variance.",
-                ),
-            ),
+    """Lists what autocast computes in which dtype."""
+    table = Table(
+        headers=("what", "on CUDA", "on a CPU"),
+        rows=AUTOCAST_DTYPES,
+        caption="checked by tests/unit/models/test_mixed_precision.py",
+    )
+    findings = (
+        make_finding(
+            "loss_is_float32",
+            "The loss is float32, not float16 or bfloat16: cross-entropy is on autocast's list of "
+            "operations that run in float32.",
+        ),
+        make_finding(
+            "layer_norm_is_float32",
+            "Layer norm is kept in float32 because it sums squares: in float16 256 squared "
+            "overflows; bfloat16 has float32's range, but eight significant bits are few for the "
+            "sums of a mean and a variance.",
         ),
     )
+    heading = "Linear layer, layer norm, linear layer; float32 weights under autocast"
+    return (Block(heading=heading, tables=(table,), findings=findings),)
 
 
 def calculate_accounting(_evidence: Evidence) -> tuple[Block, ...]:
     """Answers the four accounting questions."""
     answers = account(model_preset("xxl"))
     states, sharded, fixed, free = (answer.values for answer in answers)
-    return (
-        Block(
-            heading="xxl, calculated",
-            working=answers,
-            findings=(
-                make_finding(
-                    "states",
-                    "(a) The states, {state_gib:,.0f} GiB, fill {devices_of_80_gib} H100 before "
-                    "any activation; each token adds {saved_bytes_per_token} bytes.",
-                    state_gib=to_gibibytes(states["state_bytes"]),
-                    **states,
-                ),
-                make_finding(
-                    "sharded_states",
-                    "(b) Without activations {devices_of_95_gib} devices are enough, with 4096 "
-                    "tokens each {devices_with_4096_tokens}; with {most_tokens_per_device:,.0f} no "
-                    "number is, because half of the activations is not sharded.",
-                    **sharded,
-                ),
-                make_finding(
-                    "compute_bound_batch",
-                    "(c) On 16 by 4 devices forward is bound by compute from "
-                    "{batch_tokens_add:,.0f} tokens on if the two axes add up, from "
-                    "{batch_tokens_overlap:,.0f} if they overlap.",
-                    **fixed,
-                ),
-                make_finding(
-                    "compute_bound_batch_of_any_mesh",
-                    "(d) Choosing the two axes again lowers that to {batch_tokens_add:,.0f} or "
-                    "{batch_tokens_overlap:,.0f} tokens.",
-                    "Pipeline stages and gathers in fewer bits lower it further; gradient "
-                    "accumulation and longer contexts do not, they only make the batch larger.",
-                    **free,
-                ),
-            ),
+    findings = (
+        make_finding(
+            "states",
+            "(a) The states, {state_gib:,.0f} GiB, fill {devices_of_80_gib} H100 before any "
+            "activation; each token adds {saved_bytes_per_token} bytes.",
+            state_gib=to_gibibytes(states["state_bytes"]),
+            **states,
+        ),
+        make_finding(
+            "sharded_states",
+            "(b) Without activations {devices_of_95_gib} devices are enough, with 4096 tokens each "
+            "{devices_with_4096_tokens}; with {most_tokens_per_device:,.0f} no number is, because "
+            "half of the activations is not sharded.",
+            **sharded,
+        ),
+        make_finding(
+            "compute_bound_batch",
+            "(c) On 16 by 4 devices forward is bound by compute from {batch_tokens_add:,.0f} "
+            "tokens on if the two axes add up, from {batch_tokens_overlap:,.0f} if they overlap.",
+            **fixed,
+        ),
+        make_finding(
+            "compute_bound_batch_of_any_mesh",
+            "(d) Choosing the two axes again lowers that to {batch_tokens_add:,.0f} or "
+            "{batch_tokens_overlap:,.0f} tokens.",
+            "Pipeline stages and gathers in fewer bits lower it further; gradient accumulation and "
+            "longer contexts do not, they only make the batch larger.",
+            **free,
         ),
     )
+    return (Block(heading="xxl, calculated", working=answers, findings=findings),)

@@ -48,30 +48,23 @@ def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
         ("scores, probabilities and a gradient, at the peak", "at least 3 · 4 B N²", 3 * scores),
         ("saved by tiles that are recomputed", "4 · 4 B N D + 4 B N", tiled),
     )
-    return (
-        Block(
-            heading="Batch 8, length 16384, head dim 16, float32, calculated",
-            tables=(
-                Table(
-                    headers=("what", "formula", "memory"),
-                    rows=tuple((*texts, format_binary_bytes(size)) for *texts, size in rows),
-                    caption="B sequences of N tokens, heads of dimension D",
-                ),
-            ),
-            findings=(
-                make_finding(
-                    "attention_saved_bytes",
-                    "The probabilities are {probabilities_bytes} of the {saved_bytes} that are "
-                    "saved for backward; recomputed tile by tile, {tiled_saved_bytes} are left, "
-                    "{saved_ratio} times less.",
-                    probabilities_bytes=scores,
-                    saved_bytes=saved,
-                    tiled_saved_bytes=tiled,
-                    saved_ratio=saved / tiled,
-                ),
-            ),
-        ),
+    table = Table(
+        headers=("what", "formula", "memory"),
+        rows=tuple((*texts, format_binary_bytes(size)) for *texts, size in rows),
+        caption="B sequences of N tokens, heads of dimension D",
     )
+    finding = make_finding(
+        "attention_saved_bytes",
+        "The probabilities are {probabilities_bytes} of the {saved_bytes} that are saved for "
+        "backward; recomputed tile by tile, {tiled_saved_bytes} are left, {saved_ratio} times "
+        "less.",
+        probabilities_bytes=scores,
+        saved_bytes=saved,
+        tiled_saved_bytes=tiled,
+        saved_ratio=saved / tiled,
+    )
+    heading = "Batch 8, length 16384, head dim 16, float32, calculated"
+    return (Block(heading=heading, tables=(table,), findings=(finding,)),)
 
 
 def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
@@ -87,31 +80,26 @@ def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
     naive, tiled = (
         attention_saved_bytes(name, batch, 64, 2, causal=True) for name in ("naive", "tiled")
     )
-    return (
-        Block(
-            heading="What is computed, and what is kept",
-            pictures=(
-                picture_of(plot_tiles(), "attention-tiles", "Tiles of the scores by program"),
-            ),
-            findings=(
-                make_finding(
-                    "tiles_are_recomputed",
-                    "Forward keeps a running maximum and sum per query, and saves the output and "
-                    "each query's logsumexp, from which backward recomputes the probabilities tile "
-                    "by tile: at length 16384, head dim 64 and bfloat16 {tiled_saved_bytes} "
-                    "instead of {naive_saved_bytes}.",
-                    naive_saved_bytes=naive,
-                    tiled_saved_bytes=tiled,
-                ),
-                make_finding(
-                    "implementations",
-                    "paceline.kernels.TiledAttentionFunction is the one in PyTorch, "
-                    "TritonAttentionFunction the one in Triton; tests hold output, gradients and "
-                    "logsumexp of both against the formula.",
-                ),
-            ),
+    picture = picture_of(plot_tiles(), "attention-tiles", "Tiles of the scores by program")
+    findings = (
+        make_finding(
+            "tiles_are_recomputed",
+            "Forward keeps a running maximum and sum per query, and saves the output and each "
+            "query's logsumexp, from which backward recomputes the probabilities tile by tile: at "
+            "length 16384, head dim 64 and bfloat16 {tiled_saved_bytes} instead of "
+            "{naive_saved_bytes}.",
+            naive_saved_bytes=naive,
+            tiled_saved_bytes=tiled,
+        ),
+        make_finding(
+            "implementations",
+            "paceline.kernels.TiledAttentionFunction is the one in PyTorch, "
+            "TritonAttentionFunction the one in Triton; tests hold output, gradients and logsumexp "
+            "of both against the formula.",
         ),
     )
+    heading = "What is computed, and what is kept"
+    return (Block(heading=heading, pictures=(picture,), findings=findings),)
 
 
 def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:

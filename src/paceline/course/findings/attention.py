@@ -66,7 +66,7 @@ def _saved_bytes(record: Record) -> Finding:
     expected = attention_saved_bytes("naive", shape, head_dim, 4, causal=False)
     return make_finding(
         "attention_saved_bytes",
-        "At {case} {saved_bytes} are saved for backward, by the formula {expected_saved_bytes}: "
+        "At {case}, {saved_bytes} are saved for backward, by the formula {expected_saved_bytes}: "
         "{verdict}.",
         case=_describe(record),
         saved_bytes=_saved(record),
@@ -110,9 +110,9 @@ def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
     ratios = [ratio.value for pair in pairs if (ratio := compare_passes(*pair))]
     yield make_finding(
         "compiled_to_plain_attention",
-        "At {case} both passes take {ratio} as long compiled as plain, and {saved_bytes} are saved "
-        "for backward instead of {plain_saved_bytes}; over all cases the times are {least_ratio} "
-        "to {most_ratio}.",
+        "At {case}, both passes take {ratio} as long compiled as plain, and {saved_bytes} are "
+        "saved for backward instead of {plain_saved_bytes}; over all cases the times are "
+        "{least_ratio} to {most_ratio}.",
         case=_describe(plain),
         ratio=compare_passes(compiled, plain),
         saved_bytes=_saved(compiled),
@@ -159,7 +159,7 @@ def _fastest(by_time: Sequence[Record]) -> Finding:
             )
     return make_finding(
         "fastest_attention",
-        "At {case} {implementation} is the fastest, {time_s} for both passes with a peak of "
+        "At {case}, {implementation} is the fastest, {time_s} for both passes with a peak of "
         "{peak_bytes}; {others}.",
         case=_describe(fastest),
         implementation=_name(fastest),
@@ -197,7 +197,7 @@ def _precision(records: Sequence[Record]) -> Iterator[Finding]:
     is_alike = ratio is not None and ratio.standing == "alike"
     yield make_finding(
         "bfloat16_to_float32",
-        "At {case} {implementation} takes {ratio} as long as in float32.",
+        "At {case}, {implementation} takes {ratio} as long as in float32.",
         "Check that the dtype reaches the kernel." if is_alike else "",
         case=_describe(half),
         implementation=_name(half),

@@ -158,16 +158,12 @@ def _trace_to_stopwatch(run: ProfileRun, stopwatch: Sequence[Record]) -> Iterato
 
 def _is_same_step(run: ProfileRun, record: Record) -> bool:
     """Whether a stopwatch timed what the run traced, on the same device."""
-    step_time = record.metrics.get("step_time_s")
-    return (
-        run.memory is not None
-        and step_time is not None
-        and step_time.value > 0
-        and same_machine(record, run.memory)
-        and all(
-            record.case[field] == run.memory.case[field] for field in find_kind("step").join_key
-        )
-    )
+    step_time, memory = record.metrics.get("step_time_s"), run.memory
+    if memory is None or step_time is None or step_time.value <= 0:
+        return False
+    fields = find_kind("step").join_key
+    alike = all(record.case[field] == memory.case[field] for field in fields)
+    return alike and same_machine(record, memory)
 
 
 def _model_field(run: ProfileRun, field: str) -> int | None:

@@ -90,7 +90,7 @@ def test_implementations(
 @pytest.mark.parametrize(
     ("half", "spread", "expected"),
     [
-        (0.2, STEADY, {"ratio": 0.4, "says": ["length 4096", "bfloat16 sdpa", ": less)"]}),
+        (0.2, STEADY, {"ratio": 0.4, "says": ["length 4096", "bfloat16, sdpa", ": less)"]}),
         (1.0, STEADY, {"ratio": 2, "says": ": more)"}),
         (0.49, STEADY, {"says": [": alike)", "reaches the kernel"]}),
         (0.2, (1.0,), {"ratio": 0.4, "says": FEW}),
