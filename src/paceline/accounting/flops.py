@@ -2,7 +2,7 @@
 
 A multiply and an add count as two operations. Every weight that a token meets costs 2
 forward and 4 backward (the gradient of the input and of the weight), hence the well-known
-6 N. Attention's two products of scores and values cost 4 s per channel forward, where s is
+6 N. Attention's two matmuls cost 4 s per channel forward, where s is
 the context length. The first convention counts all s keys for every query, as PaLM (Chowdhery
 et al. 2022, appendix B) and Megatron do; the second counts only the half that a causal mask
 leaves. Norms, softmax, rotations and the optimizer are not counted in either.

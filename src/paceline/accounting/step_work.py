@@ -5,7 +5,7 @@ segments of `paceline.models.TransformerLM`, with the numbers that its elementwi
 and write (passes over elements, per token), eager in float32. d is `d_model`, a the width of all
 query heads, k that of all key heads, f `d_ff`, v the vocabulary:
 
-    segment              products            forward          backward
+    segment              matmuls             forward          backward
     embedding                              2d               2d, and the table; four times
                                                               if it is the head's, too
     norm (three kinds)                     7d               22d

@@ -43,7 +43,7 @@ class Device:
     reported_names: tuple[str, ...]
     """What the driver calls it (``torch.cuda.get_device_name``)."""
     peak_flops: Mapping[DType, SourcedValue]
-    """Dense matrix FLOP/s by operand format, accumulating in float32."""
+    """Dense matrix FLOP/s by operand dtype, accumulating in float32."""
     memory_bytes: SourcedValue
     """Memory capacity as advertised."""
     memory_bytes_per_s: SourcedValue

@@ -119,7 +119,7 @@ class Plan:
     batch: BatchShape
     """What each data-parallel rank processes per step."""
     precision: Precision
-    """Number formats."""
+    """dtypes of storage and arithmetic."""
     layout: ParallelLayout
     """Mesh and sharding."""
     hardware: str

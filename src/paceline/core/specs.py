@@ -31,7 +31,7 @@ _BYTES_PER_ELEMENT: dict[DType, int] = {
 
 
 def bytes_per_element(dtype: DType) -> int:
-    """Returns how many bytes one number of this format occupies."""
+    """Returns how many bytes one number of this dtype occupies."""
     return _BYTES_PER_ELEMENT[dtype]
 
 
@@ -209,7 +209,7 @@ class BatchShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The number format of everything that a training step stores or multiplies."""
+    """The dtype of everything that a training step stores or multiplies."""
 
     parameters: DType = "float32"
     """The weights that the forward pass reads."""
@@ -224,7 +224,7 @@ class Precision:
     master_weights: bool = False
     """Whether the optimizer keeps a float32 copy of lower-precision parameters."""
     autocast: bool = False
-    """Whether weights are cast to the compute format operation by operation."""
+    """Whether weights are cast to the compute dtype operation by operation."""
 
     def __post_init__(self) -> None:
         for field in ("parameters", "compute", "gradients", "reduction", "optimizer_state"):

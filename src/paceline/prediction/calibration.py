@@ -1,4 +1,4 @@
-"""What a group of ranks reaches on the parts of a training step.
+"""What a calibrated group of ranks reaches on the parts of a training step.
 
 Linear layers and attention of other shapes than those that were timed take the rate of the nearest
 ones, by their distance in the logarithms of their dimensions.
@@ -24,53 +24,53 @@ _Cost = TypeVar("_Cost")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Forward and backward of one shape."""
+    """Measured forward and backward of one shape."""
 
     dimensions: tuple[int, ...]
     work: float
-    """What its time is proportional to, nearly."""
+    """Work that its time is nearly proportional to."""
     forward_s: float
     backward_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured costs of one place: the same hardware, ranks and links."""
+    """Measured costs of one topology: the same hardware, ranks and links."""
 
-    place: Mapping[str, CaseValue]
-    """As the case of a record says it."""
+    topology: Mapping[str, CaseValue]
+    """The fields of a record's case that describe it."""
     linears: tuple[Timed, ...]
-    """By tokens, inputs and outputs."""
+    """Linear layers, by tokens, inputs and outputs."""
     attentions: tuple[Timed, ...]
-    """By sequences, context length, heads, key-value heads and head width."""
-    stream_element_s: float
-    """For each number that an elementwise operation reads or writes."""
-    copy_element_s: float
-    """The same in large stretches of memory."""
-    forward_call_s: float
-    """What an operator costs, whatever its size."""
-    backward_call_s: float
-    """The same in backward."""
-    optimizer_element_s: float
-    """For each parameter that is updated."""
+    """Attention, by sequences, context length, heads, key-value heads and head width."""
+    elementwise_s_per_element: float
+    """Time of each number that an elementwise operation reads or writes."""
+    copy_s_per_element: float
+    """Time of each number that a copy of large tensors reads or writes."""
+    forward_launch_s: float
+    """Cost of launching an operator in forward, whatever its size."""
+    backward_launch_s: float
+    """Cost of launching an operator in backward."""
+    optimizer_s_per_parameter: float
+    """Time of updating one parameter."""
     collectives: Mapping[str, CollectiveFit]
-    """By operation; empty for a rank alone."""
+    """Cost of collectives by operation; empty with one rank."""
     contentions: Mapping[str, Contention]
-    """By operation; empty for a rank alone."""
+    """Contention by operation; empty with one rank."""
     attention_implementation: str
     float32_matmul_precision: str
 
     @property
     def world_size(self) -> int:
         """Ranks that it was measured with."""
-        return int(str(self.place["world_size"]))
+        return int(str(self.topology["world_size"]))
 
     def collective(self, operation: Operation) -> CollectiveFit:
         """Returns the cost of an operation by size."""
         return _require(self.collectives, operation)
 
     def contention(self, operation: Operation) -> Contention:
-        """Returns what computing and an operation cost each other."""
+        """Returns the contention of compute with an operation."""
         return _require(self.contentions, operation)
 
 

@@ -1,4 +1,4 @@
-"""From the records that `paceline calibrate` writes to a calibration of each place."""
+"""From the records of `paceline calibrate` to a calibration of each topology."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -16,55 +16,55 @@ from paceline.prediction.calibration import (
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import LINK_SHAPE
 
-PLACE_FIELDS = (
+TOPOLOGY_FIELDS = (
     *("world_size", "num_hosts", "backend", "device", "hardware", "threads"),
     *LINK_SHAPE,
 )
-"""What is the same for all measurements of a calibration, and for what it predicts."""
+"""Fields that all measurements of a calibration share, and the steps that it predicts."""
 
 _LINEAR = ("tokens", "inputs", "outputs")
 _ATTENTION = ("batch", "context", "num_heads", "num_kv_heads", "head_dim")
 _FIRST = "linear"
 
-_Place: TypeAlias = tuple[CaseValue, ...]
+_Topology: TypeAlias = tuple[CaseValue, ...]
 _ByQuantity: TypeAlias = dict[str, list[Record]]
 
 
 def calibrations(records: Iterable[Record]) -> list[Calibration]:
-    """Makes a calibration of each place in the records; of what was repeated, the last counts."""
-    places: dict[_Place, _ByQuantity] = {}
-    for place, run in _runs(records):
-        measured = places.setdefault(place, {})
+    """Makes a calibration of each topology; of what was repeated, the last counts."""
+    topologies: dict[_Topology, _ByQuantity] = {}
+    for topology, run in _runs(records):
+        measured = topologies.setdefault(topology, {})
         for quantity, group in run.items():
-            # Shapes of several models add up; everything else is of the place.
+            # Shapes of several models add up; everything else is of the topology.
             keeps = measured.get(quantity, []) if quantity in (_FIRST, "attention") else []
             measured[quantity] = [*keeps, *group]
-    return [_calibration(place, measured) for place, measured in places.items()]
+    return [_calibration(topology, measured) for topology, measured in topologies.items()]
 
 
 def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
     """Makes a calibration of every run in the records."""
-    return [_calibration(place, measured) for place, measured in _runs(records)]
+    return [_calibration(topology, measured) for topology, measured in _runs(records)]
 
 
-def _runs(records: Iterable[Record]) -> list[tuple[_Place, _ByQuantity]]:
+def _runs(records: Iterable[Record]) -> list[tuple[_Topology, _ByQuantity]]:
     """Returns the records of each run by quantity, in the order of their beginnings."""
-    runs: list[tuple[_Place, _ByQuantity]] = []
-    current: dict[_Place, _ByQuantity] = {}
+    runs: list[tuple[_Topology, _ByQuantity]] = []
+    current: dict[_Topology, _ByQuantity] = {}
     for record in records:
         if record.kind != "calibration" or record.outcome != "ok":
             continue
-        place = tuple(record.case.get(field) for field in PLACE_FIELDS)
+        topology = tuple(record.case.get(field) for field in TOPOLOGY_FIELDS)
         quantity = str(record.case["quantity"])
         # A run begins with linear layers, so one that comes later is another run's.
-        if place not in current or (quantity == _FIRST and current[place].keys() - {_FIRST}):
-            current[place] = {}
-            runs.append((place, current[place]))
-        current[place].setdefault(quantity, []).append(record)
+        if topology not in current or (quantity == _FIRST and current[topology].keys() - {_FIRST}):
+            current[topology] = {}
+            runs.append((topology, current[topology]))
+        current[topology].setdefault(quantity, []).append(record)
     return runs
 
 
-def _calibration(place: _Place, measured: _ByQuantity) -> Calibration:
+def _calibration(topology: _Topology, measured: _ByQuantity) -> Calibration:
     for quantity in (_FIRST, "attention", "stream", "copy", "call", "optimizer"):
         if quantity not in measured:
             raise UsageError(
@@ -76,14 +76,14 @@ def _calibration(place: _Place, measured: _ByQuantity) -> Calibration:
 
     how = measured["attention"][-1].case
     return Calibration(
-        place=dict(zip(PLACE_FIELDS, place, strict=True)),
+        topology=dict(zip(TOPOLOGY_FIELDS, topology, strict=True)),
         linears=_timed(measured[_FIRST], _LINEAR, linear_work),
         attentions=_timed(measured["attention"], _ATTENTION, attention_work),
-        stream_element_s=value("stream"),
-        copy_element_s=value("copy"),
-        forward_call_s=value("call", "forward_time_s"),
-        backward_call_s=value("call", "backward_time_s"),
-        optimizer_element_s=value("optimizer"),
+        elementwise_s_per_element=value("stream"),
+        copy_s_per_element=value("copy"),
+        forward_launch_s=value("call", "forward_time_s"),
+        backward_launch_s=value("call", "backward_time_s"),
+        optimizer_s_per_parameter=value("optimizer"),
         collectives=_fits(measured.get("collective", [])),
         contentions={
             str(record.case["operation"]): Contention(

@@ -1,4 +1,4 @@
-"""What a strategy sends of the gradients, message by message."""
+"""The collectives by which a strategy reduces gradients, one by one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,12 +15,12 @@ _PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
 
 
 class GradientCollective(NamedTuple):
-    """One message of a step."""
+    """One collective of a step."""
 
     operation: Operation
     num_bytes: int
     parameters: Sequence[int]
-    """Whose gradients, by their places in the model's list; none for what is told beside them."""
+    """Indices of the parameters whose gradients it holds; empty for flags beside them."""
 
 
 def gradient_collectives(
@@ -29,10 +29,10 @@ def gradient_collectives(
     world_size: int,
     bucket_size_mb: float | None = None,
 ) -> list[GradientCollective]:
-    """Returns the messages of a step in float32, in the order of their launch.
+    """Returns the collectives of a step in float32, in the order of their launch.
 
     Args:
-        strategy: One that averages gradients, on all ranks or on their owners.
+        strategy: One that all-reduces or reduce-scatters gradients.
         parameter_sizes: Elements of each parameter, in the model's order.
         world_size: Ranks.
         bucket_size_mb: Largest bucket in MiB; None for the strategy's own default.
@@ -40,14 +40,14 @@ def gradient_collectives(
     if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")
     cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
-    places = range(len(parameter_sizes) - 1, -1, -1)
+    indices = range(len(parameter_sizes) - 1, -1, -1)
     if strategy == "torch_ddp":
-        sizes = [_FLOAT32_BYTES * parameter_sizes[place] for place in places]
+        sizes = [_FLOAT32_BYTES * parameter_sizes[index] for index in indices]
         return [
             GradientCollective(
                 "all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group
             )
-            for group in divide_as_torch(places, sizes, cap_bytes)
+            for group in divide_as_torch(indices, sizes, cap_bytes)
         ]
     filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
     if strategy in _PER_PARAMETER:
@@ -55,28 +55,28 @@ def gradient_collectives(
     elif strategy != "flat" and cap_bytes is None:
         cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
     groups = divide_into_buckets(
-        places, [_FLOAT32_BYTES * filled[place] for place in places], cap_bytes
+        indices, [_FLOAT32_BYTES * filled[index] for index in indices], cap_bytes
     )
     if strategy == "sharded":
-        return _to_owners(groups, parameter_sizes, world_size)
+        return _reduce_scatters(groups, parameter_sizes, world_size)
     # Behind the gradients, one number per parameter tells whether this rank has one.
     return [
         GradientCollective(
             "all_reduce",
-            _FLOAT32_BYTES * (sum(filled[place] for place in group) + len(group)),
+            _FLOAT32_BYTES * (sum(filled[index] for index in group) + len(group)),
             group,
         )
         for group in groups
     ]
 
 
-def _to_owners(
+def _reduce_scatters(
     groups: Sequence[Sequence[int]], parameter_sizes: Sequence[int], world_size: int
 ) -> list[GradientCollective]:
-    """Returns buckets filled up to equal shares, and what tells which gradients any rank has."""
+    """Returns buckets padded to equal shards, and flags of which gradients any rank has."""
     messages = []
     for group in groups:
-        unit = [parameter_sizes[place] for place in group]
+        unit = [parameter_sizes[index] for index in group]
         share = cut_unit(unit, world_size, _FLOAT32_BYTES).share
         messages.append(
             GradientCollective("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group)

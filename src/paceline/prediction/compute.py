@@ -90,14 +90,14 @@ def _segment_times(
         attention_s = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
     elements = [tokens * number for number in segment.elements]
     elements[1] += segment.backward_fixed_elements
-    one_launch_s = (calibration.forward_call_s, calibration.backward_call_s)
+    one_launch_s = (calibration.forward_launch_s, calibration.backward_launch_s)
     forward, backward = (
         _direction(
             matmul_s[direction],
             attention_s[direction],
-            elements[direction] * calibration.stream_element_s,
+            elements[direction] * calibration.elementwise_s_per_element,
             segment.launches[direction] * one_launch_s[direction],
-            is_asynchronous=calibration.place["device"] != "cpu",
+            is_asynchronous=calibration.topology["device"] != "cpu",
         )
         for direction in (0, 1)
     )

@@ -108,7 +108,7 @@ def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, Cas
         "activation_checkpointing": "none",
         "attention": calibration.attention_implementation,
         "optimizer": "adamw-fused",
-        **{field: value for field, value in calibration.place.items() if value is not None},
+        **{field: value for field, value in calibration.topology.items() if value is not None},
     }
 
 

@@ -49,7 +49,7 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step by what they go to."""
+    """Seconds of a step by term."""
 
     matmul_s: float
     attention_s: float
@@ -81,18 +81,20 @@ def strategy_step_terms(
     computing = compute_time(shape, batch, calibration)
     sizes = [size for segment in computing.segments for size in segment.parameter_sizes]
     world_size = calibration.world_size
-    divides = strategy in SHARDED_STATE and world_size > 1
+    shards_state = strategy in SHARDED_STATE and world_size > 1
     bucket_copy_s = lost_s = exposed_s = 0.0
-    optimizer_s = sum(sizes) * calibration.optimizer_element_s / (world_size if divides else 1)
+    optimizer_s = (
+        sum(sizes) * calibration.optimizer_s_per_parameter / (world_size if shards_state else 1)
+    )
     if strategy != "none" and world_size > 1:
         passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
-        bucket_copy_s = passes * sum(sizes) * calibration.copy_element_s
-        messages = gradient_collectives(strategy, sizes, world_size, bucket_size_mb)
-        simulated = [_gradients(strategy, messages, computing, bucket_copy_s, calibration)]
+        bucket_copy_s = passes * sum(sizes) * calibration.copy_s_per_element
+        collectives = gradient_collectives(strategy, sizes, world_size, bucket_size_mb)
+        simulated = [_gradients(strategy, collectives, computing, bucket_copy_s, calibration)]
         if strategy == "sharded_optimizer":
             exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
-        elif divides:
-            simulated.append(_parameters(messages, computing, optimizer_s, calibration))
+        elif shards_state:
+            simulated.append(_parameters(collectives, computing, optimizer_s, calibration))
         lost_s = sum(lanes.lost_s for lanes in simulated)
         exposed_s += sum(lanes.exposed_s for lanes in simulated)
     return StepTerms(
@@ -109,46 +111,46 @@ def strategy_step_terms(
 
 def _gradients(
     strategy: StrategyName,
-    messages: Sequence[GradientCollective],
+    collectives: Sequence[GradientCollective],
     computing: ComputeTime,
     bucket_copy_s: float,
     calibration: Calibration,
 ) -> OverlapResult:
-    """Plays backward, and messages that start when their last gradient is there."""
+    """Simulates backward, and collectives that start when their last gradient is ready."""
     stretch = 1 + bucket_copy_s / computing.backward_s
     work = [ComputeSegment(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
     completed = computing.completed_after()
     transfers = []
-    for message in messages:
+    for collective in collectives:
         after = len(work)
-        if strategy not in _AFTER_BACKWARD and message.parameters:
-            after = max(completed[place] for place in message.parameters)
-        transfers.append(_transfer(message.operation, message.num_bytes, after, calibration))
+        if strategy not in _AFTER_BACKWARD and collective.parameters:
+            after = max(completed[index] for index in collective.parameters)
+        transfers.append(_transfer(collective.operation, collective.num_bytes, after, calibration))
     return simulate_overlap(work, transfers)
 
 
 def _parameters(
-    messages: Sequence[GradientCollective],
+    collectives: Sequence[GradientCollective],
     computing: ComputeTime,
     optimizer_s: float,
     calibration: Calibration,
 ) -> OverlapResult:
-    """Plays parameters that are updated and sent bucket by bucket, while forward follows them."""
-    buckets = [message for message in reversed(messages) if message.parameters]
+    """Simulates buckets that are updated and all-gathered one by one, while forward follows."""
+    buckets = [collective for collective in reversed(collectives) if collective.parameters]
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     work = [
         ComputeSegment(seconds=optimizer_s * bucket.num_bytes / num_bytes) for bucket in buckets
     ]
     arrival = {
-        place: number
+        index: number
         for number, bucket in enumerate(buckets, start=1)
-        for place in bucket.parameters
+        for index in bucket.parameters
     }
-    place = needs = 0
+    index = needs = 0
     for segment, time in zip(computing.segments, computing.forward, strict=True):
         for _ in segment.parameter_sizes:
-            needs = max(needs, arrival[place])
-            place += 1
+            needs = max(needs, arrival[index])
+            index += 1
         work.append(ComputeSegment(seconds=time.total_s, needs=needs))
     transfers = [
         _transfer(_GATHER, bucket.num_bytes, number, calibration)

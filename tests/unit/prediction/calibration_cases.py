@@ -52,7 +52,7 @@ def make_calibration(
     )
     operations = ("all_reduce", "reduce_to_owners", "gather_from_owners")
     return Calibration(
-        place={
+        topology={
             "world_size": world_size,
             "num_hosts": 1,
             "backend": "gloo",
@@ -62,11 +62,11 @@ def make_calibration(
         },
         linears=(_timed(linear, linear_work(linear)),),
         attentions=(_timed(attention, attention_work(attention)),),
-        stream_element_s=3e-10,
-        copy_element_s=4e-10,
-        forward_call_s=4e-6,
-        backward_call_s=8e-6,
-        optimizer_element_s=1.5e-9,
+        elementwise_s_per_element=3e-10,
+        copy_s_per_element=4e-10,
+        forward_launch_s=4e-6,
+        backward_launch_s=8e-6,
+        optimizer_s_per_parameter=1.5e-9,
         collectives={} if world_size == 1 else dict.fromkeys(operations, fit),
         contentions={}
         if world_size == 1

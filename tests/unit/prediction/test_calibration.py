@@ -46,9 +46,9 @@ def test_another_shape_has_a_rate_between_its_neighbours(
     assert math.isclose(backward_s, 2 * forward_s)
 
 
-def test_each_place_has_its_own() -> None:
+def test_each_topology_has_its_own() -> None:
     made = calibrations([*make_records(), *make_records(link_rate_bits_per_s=1e9)])
-    assert [entry.place["link_rate_bits_per_s"] for entry in made] == [None, 1e9]
+    assert [entry.topology["link_rate_bits_per_s"] for entry in made] == [None, 1e9]
     assert made[0].world_size == 2
     assert made[0].collective("all_reduce").segments[0].largest_bytes == 10
     assert made[0].contention("all_reduce").slowdown == 1  # Never faster than alone.
@@ -81,7 +81,7 @@ def test_a_shape_unlike_all_that_were_timed_is_refused() -> None:
 
 def test_an_interrupted_run_does_not_spoil_the_next() -> None:
     (made,) = calibrations([*make_records()[:3], *make_records()])
-    assert made.optimizer_element_s == 1e-3
+    assert made.optimizer_s_per_parameter == 1e-3
 
 
 def test_an_operation_that_was_not_measured_is_named() -> None:

@@ -1,6 +1,6 @@
 """Attention on its own, one head per sequence: its FLOPs, and its memory.
 
-B sequences of N tokens and heads of width D; a *vector* is B N D numbers in the format of the
+B sequences of N tokens and heads of width D; a *vector* is B N D numbers in the dtype of the
 inputs, and a is what a sum takes: four bytes, or eight for inputs in float64.
 
 FLOPs. Forward multiplies twice, queries with keys and probabilities with values, 2 D operations
@@ -9,7 +9,7 @@ N². Backward multiplies five times, once to get the scores back: 2.5 times that
 implementation is credited with these, whatever it does: one that stores its scores does not
 recompute them, and one that masks them computes those that it hides.
 
-Saved for backward. Naive attention keeps query, key, value and the B N² probabilities, in formats
+Saved for backward. Naive attention keeps query, key, value and the B N² probabilities, in dtypes
 below float32 once as softmax made them and once as they are multiplied, and with a causal mask its
 N² flags. The others keep query, key, value, output, and one number of a bytes per query:
 
@@ -48,9 +48,9 @@ class AttentionFlops:
     """Operations of both passes."""
 
     forward: int
-    """Of the two products of forward."""
+    """FLOPs of the two matmuls of forward."""
     backward: int
-    """Of the five products of backward."""
+    """FLOPs of the five matmuls of backward."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ def visible_pairs(length: int, *, causal: bool) -> int:
 
 
 def attention_flops(batch: BatchShape, head_dim: int, *, causal: bool) -> AttentionFlops:
-    """Counts the products of the pairs that see each other, scores recomputed in backward.
+    """Counts the matmul FLOPs of the pairs that see each other, scores recomputed in backward.
 
     Args:
         batch: Sequences of a pass, and their length.

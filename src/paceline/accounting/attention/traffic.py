@@ -1,6 +1,6 @@
 """How many FLOPs an attention kernel needs, and how many bytes it moves, at best and at worst.
 
-Per visible pair of a query and a key, each product costs 2 d FLOPs, d being the width of the head:
+Per visible pair of a query and a key, each matmul costs 2 d FLOPs, d being the width of the head:
 forward has two (scores, output), the kernel of keys and values four (scores, dV, dP, dK), the
 kernel of queries three (scores, dP, dQ). Backward is thus 3.5 times forward, where a kernel that
 adds up dQ with atomics needs 2.5: that is the price of gradients that are the same in every run.

@@ -1,4 +1,4 @@
-"""How gradients are divided into messages: by our containers, and by torch's.
+"""How gradients are divided into buckets: by our containers, and by torch's.
 
 Sizes are given in the order in which backward reaches the tensors, the last layers' first. Ours: a
 tensor larger than the cap has a bucket of its own; the first and the last buckets are small, and
@@ -36,7 +36,7 @@ def aligned(num_elements: int, element_bytes: int) -> int:
 
 
 def equal_share(num_elements: int, num_ranks: int, element_bytes: int) -> int:
-    """Returns the elements of each rank's share, filled up so that each begins aligned."""
+    """Returns the elements of each rank's shard, padded so that each begins aligned."""
     return aligned(-(-num_elements // num_ranks), element_bytes)
 
 

@@ -20,19 +20,19 @@ With one head or sequences of one token, joining heads copies nothing, and fused
 less. With full activation checkpointing a block keeps its input alone, d, until backward reaches
 it. The loss keeps one number more, its sum of weights.
 
-Under autocast to 16 bits, the stream, the norms' three numbers, the logarithms, the probabilities
-and what the loss keeps stay in float32; all else takes half. A norm's output is copied for every
-matrix that reads it: thrice before attention, twice before feed-forward. Naive attention keeps its
-probabilities in 16 bits as well. Weights that were cast are kept too; they are a category of their
-own, since they do not grow with tokens.
+Under autocast to bf16 or fp16, the stream, the norms' three numbers, the logarithms, the
+probabilities and what the loss keeps stay in float32; all else takes half. A norm's output is
+copied for every matrix that reads it: thrice before attention, twice before feed-forward. Naive
+attention keeps its probabilities in that dtype as well. Weights that were cast are kept too; they
+are a category of their own, since they do not grow with tokens.
 
-In a model whose weights are in 16 bits, a norm converts its input and its weights to float32 and
-keeps the copies, the latter among the copies of weights; its output exists once.
+In a model whose weights are in bf16 or fp16, a norm converts its input and its weights to float32
+and keeps the copies, the latter among the copies of weights; its output exists once.
 
 The peak is the most over all operations of forward and backward: often at the loss, where the
 gradients of log-probabilities and logits are there, or in the last block's feed-forward layer. It
 is exact as far as torch's operations go. What kernels take for themselves while they run is not
-counted: torch's fused attention and, for matrices in 16 bits, oneDNN have scratch memory, whose
+counted: torch's fused attention and, for bf16 matmuls, oneDNN have scratch memory, whose
 size depends on the processor.
 """
 
@@ -64,7 +64,7 @@ class SavedForBackward:
     activations: int
     """What grows with the tokens."""
     weight_copies: int
-    """Weights in another format than the model has them."""
+    """Copies of weights in another dtype."""
 
     @property
     def total(self) -> int:
@@ -105,7 +105,7 @@ def saved_for_backward_bytes(
         shape: The model's dimensions.
         batch: Sequences of a pass, and their length.
         activation_checkpointing: full if each block's activations are recomputed in backward.
-        precision: Formats of weights, gradients, state and arithmetic.
+        precision: dtypes of weights, gradients, state and arithmetic.
         attention: sdpa if attention is fused, naive if it stores its scores.
     """
     return count_activations(
@@ -131,7 +131,7 @@ def peak_activation_bytes(
         shape: The model's dimensions.
         batch: Sequences of a pass, and their length.
         activation_checkpointing: full if each block's activations are recomputed in backward.
-        precision: Formats of weights, gradients, state and arithmetic.
+        precision: dtypes of weights, gradients, state and arithmetic.
         attention: sdpa if attention is fused, naive if it stores its scores.
         keeps_gradients: Whether gradients stay where they were made.
     """
@@ -194,5 +194,5 @@ def _require_countable(precision: Precision) -> None:
     elif not is_uniform and precision.compute != "tfloat32":
         raise UsageError(
             f"parameters in {precision.parameters} are multiplied in {precision.compute} only "
-            "under autocast; set Precision.autocast, or give both the same format"
+            "under autocast; set Precision.autocast, or give both the same dtype"
         )

@@ -9,7 +9,7 @@ all instants.
 
 Every tensor is a `Buffer`, which counts who holds it: variables of the program, operations that
 keep it, gradients on their way. Parameters, tables and tokens are there in any case and are not
-counted; copies of parameters in another format are, under their own name.
+counted; copies of parameters in another dtype are, under their own name.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class ReduceScatterBucket:
-    """Gradients that are sent to their owners together."""
+    """Gradients that are reduce-scattered together."""
 
     num_bytes: int
     num_missing: int

@@ -1,8 +1,8 @@
 """The operations of a training step's forward pass, with what each keeps and its derivative makes.
 
 The operations are those that torch runs eagerly on a CPU for `paceline.models.TransformerLM` and
-its loss. Where a format is below float32, norms, rotations, softmax and loss are still computed in
-float32, and every change of format is an operation that makes a copy.
+its loss. Where a dtype is below float32, norms, rotations, softmax and loss are still computed in
+float32, and every change of dtype is an operation that makes a copy.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class ForwardPass:
         tape: What to write on.
         shape: The model.
         batch: What goes through it.
-        precision: Formats of weights and of what is multiplied.
+        precision: dtypes of weights and of what is multiplied.
         attention: How attention is computed.
         recomputes_blocks: Whether blocks keep their inputs only.
     """
@@ -178,7 +178,7 @@ class ForwardPass:
     def _cast(
         self, value: Value, num_elements: int, old: int, new: int, *, is_weight: bool = False
     ) -> Value:
-        """Changes the format; the caller holds the result even where that is the same tensor."""
+        """Changes the dtype; the caller holds the result even where that is the same tensor."""
         if old == new:
             if not value.is_parameter:
                 self.tape.hold(value.buffer)

@@ -22,7 +22,7 @@ def minimum_step_bytes(
     Args:
         shape: The model's dimensions.
         batch: Sequences of a pass, and their length.
-        precision: Formats of weights, gradients, state and arithmetic.
+        precision: dtypes of weights, gradients, state and arithmetic.
         phase: forward, forward-backward or train: which parts of a step run.
     """
     num_parameters = count_parameters(shape).total

@@ -1,25 +1,25 @@
 """What a device holds of a model while it trains: parameters, gradients, optimizer state.
 
-With AdamW in the formats of a `Precision`, P parameters in T tensors, on n ranks:
+With AdamW in the dtypes of a `Precision`, P parameters in T tensors, on n ranks:
 
-    parameters        4P in float32; P/n of them where a strategy divides parameters (ZeRO 3)
-    gradients         4P; P/n from ZeRO 2 on. Our containers' buckets hold 4 bytes per tensor more,
+    parameters        4P in float32; P/n of them where a strategy shards parameters (ZeRO-3)
+    gradients         4P; P/n from ZeRO-2 on. Our containers' buckets hold 4 bytes per tensor more,
                       which tell whether a rank has a gradient for it
     optimizer state   two moments, 8P, and 4 bytes per tensor for its count of steps; the moments
-                      of P/n parameters from ZeRO 1 on (Rajbhandari et al. 2020)
+                      of P/n parameters from ZeRO-1 on (Rajbhandari et al. 2020)
 
 That is the rule; the numbers here are those of the tensors that ranks really hold, to the byte:
 
     buckets           every tensor begins at a multiple of 16 bytes
-    shares            of a flat unit of tensors: all of them where only the optimizer divides them,
-                      a bucket's where gradients are divided, a layer's where parameters are. A
-                      unit is filled up to n equal shares. Whole units and gradients of shares
-                      have the filling; moments, and parameters of shares, have not
+    shards            of a flat unit of tensors: all of them where only the optimizer shards them,
+                      a bucket's where gradients are sharded, a layer's where parameters are. A
+                      unit is padded to n equal shards. Whole units and gradients of shards
+                      have the padding; moments, and parameters of shards, have not
     torch_zero        whole parameters, the largest first to the rank that has least
     torch_fsdp2       rows of every parameter, equally many to each rank but for the last ones;
-                      parameters and gradients are filled up to as many, moments are not
+                      parameters and gradients are padded to as many, moments are not
 
-Ranks differ by what their shares hold; the rank that holds most is what is told.
+Ranks differ by what their shards hold; the rank that holds most is reported.
 """
 
 import dataclasses
@@ -89,8 +89,8 @@ def model_state_bytes(
     """Returns what one device keeps of the model; on the rank that keeps most.
 
     Of a model of this `shape` and `precision`, under a `strategy`. `world_size` may be an array of
-    integers. `bucket_size_mb`, in MiB, makes a difference only where gradients are divided, and
-    there only to what fills them up.
+    integers. `bucket_size_mb`, in MiB, makes a difference only where gradients are sharded, and
+    there only to their padding.
     """
     if np.ndim(world_size):
         many = [

@@ -1,8 +1,8 @@
-"""How many elements every rank owns where flat tensors are cut into equal shares.
+"""How many elements every rank owns where flat tensors are cut into equal shards.
 
-Tensors lie one behind another in a unit, each at a multiple of 16 bytes. The unit is filled up so
-that all shares are equal and each begins at such a multiple as well. A rank owns whatever tensors,
-or pieces of them, lie in its share; what fills the unit belongs to nobody, but takes memory.
+Tensors lie one behind another in a unit, each at a multiple of 16 bytes. The unit is padded so
+that all shards are equal and each begins at such a multiple as well. A rank owns whatever tensors,
+or pieces of them, lie in its shard; the padding belongs to no rank, but takes memory.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitShares:
-    """A unit's shares, by rank."""
+    """A unit's shards, by rank."""
 
     share: int
-    """Elements of one share, filling included."""
+    """Elements of one shard, padding included."""
     num_owned: "npt.NDArray[np.int64]"
-    """Elements of tensors in each rank's share."""
+    """Elements of tensors in each rank's shard."""
     num_pieces: "npt.NDArray[np.int64]"
     """Tensors that each rank owns something of."""
 

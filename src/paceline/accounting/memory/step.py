@@ -83,12 +83,12 @@ def step_memory(
     Args:
         shape: The model.
         batch: Of one rank.
-        precision: Formats of parameters, activations and the optimizer's state.
+        precision: dtypes of parameters, activations and the optimizer's state.
         strategy: How ranks are kept equal, and what of the states each holds.
         world_size: How many ranks there are.
         activation_checkpointing: Whether blocks are computed once more in backward.
         attention: Fused (sdpa, tiled), or storing its scores (naive).
-        bucket_size_mb: In MiB; matters where buckets are sent to owners and let go.
+        bucket_size_mb: In MiB; matters where buckets are reduce-scattered and freed.
     """
     states = model_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb

@@ -2,7 +2,7 @@
 
 Counted operation by operation, in bytes per token and block: h is `d_model`, a the width of all
 query heads, k that of all key heads, f `d_ff`, n the number of heads, s the context length, e the
-bytes of a number in the compute format.
+bytes of a number in the compute dtype.
 
     what is kept                              bytes             divided over tensor ranks
     layer norm: its input and output          2 e h             with sequence parallelism

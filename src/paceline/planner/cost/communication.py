@@ -13,8 +13,8 @@ ranks, c context ranks, and for a device that holds N / (t p) parameters before 
                 (Narayanan et al. 2021)
     gradients   a reduce-scatter over the shards, then an all-reduce of what a shard owns over
                 context ranks and replicas; without sharding the whole over all of them
-    parameters  an all-gather over the shards after the update (ZeRO 1 and 2), or before every
-                forward and again before every backward (ZeRO 3)
+    parameters  an all-gather over the shards after the update (ZeRO-1 and 2), or before every
+                forward and again before every backward (ZeRO-3)
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def gather_time_s(
 ) -> Any:
     """Returns the seconds in which a device gathers its parameters once; 0 where none are away.
 
-    What was updated comes in the parameters' own format; what is away is gathered for computing.
+    What was updated comes in the parameters' own dtype; what is away is gathered for computing.
     """
     element_bytes = np.where(
         layouts.stage == SHARDING_STAGES["parameters"],

@@ -6,12 +6,12 @@ N parameters are divided by tensor × pipeline, and what a sharding stage divide
     optimizer state   from stage 1 on
     gradients         from stage 2 on, if they are averaged after every micro-batch or there is one
                       only; otherwise they accumulate in whole
-    parameters        from stage 3 on, which then holds three units gathered in the compute format:
+    parameters        from stage 3 on, which then holds three units gathered in the compute dtype:
                       two blocks, and a block or the embedding, whichever is larger
-    weight copies     autocast keeps matrices in the compute format beside those in float32, until
+    weight copies     autocast keeps matrices in the compute dtype beside those in float32, until
                       the pass is over
     buckets           a second copy of gradients, where buckets are not where gradients lie; where
-                      gradients are divided, two units that are being averaged
+                      gradients are sharded, two units that are being averaged
 
 Activations are those of `paceline.planner.cost.activations`. The peak is not their sum with
 everything else: the first stage keeps most, and holds one block more while it recomputes it; the

@@ -128,7 +128,7 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
 
 
 def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """Returns the seconds of attention's products per layer and pass, by FLOPs or by bytes."""
+    """Returns the seconds of attention's matmuls per layer and pass, by FLOPs or by bytes."""
     operations = flops_per_pass(layouts, workload).layer_attention
     moved = score_product_bytes(layouts, workload) * workload.tokens / layouts.context
     return np.maximum(operations / cluster.flops_per_s, moved / cluster.memory_bytes_per_s)
@@ -227,7 +227,7 @@ def _exposed(
 ) -> Quantity:
     """Returns the exposed communication of averaging gradients and gathering parameters.
 
-    ZeRO 3 gathers in every forward and every backward; ZeRO 1 and 2 gather once, beside the first
+    ZeRO-3 gathers in every forward and every backward; ZeRO-1 and 2 gather once, beside the first
     forward. Gradients are averaged beside the backward of the last pass, or of every pass.
     """
     full = layouts.checkpointing == CHECKPOINTING["full"]

@@ -17,12 +17,12 @@ _FEWEST_RUNS = 2
 
 
 def repeats_table(records: Iterable[Record]) -> Table:
-    """Makes a table of what differs between repeated calibrations of a place, by quantity.
+    """Makes a table of what differs between repeated calibrations of a topology, by quantity.
 
     The range of a number is the difference of its largest and smallest value, over their median.
     """
     runs = calibration_runs(records)
-    if len({tuple(run.place.values()) for run in runs}) != 1 or len(runs) < _FEWEST_RUNS:
+    if len({tuple(run.topology.values()) for run in runs}) != 1 or len(runs) < _FEWEST_RUNS:
         raise UsageError("repeated calibrations of one place are needed")
     ranges: dict[str, list[float]] = {}
     for (label, _), values in _repeated(runs).items():
@@ -57,11 +57,11 @@ def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
         for entry in timed:
             yield f"{label}, forward", entry.dimensions, entry.forward_s
             yield f"{label}, backward", entry.dimensions, entry.backward_s
-    yield "elementwise", None, run.stream_element_s
-    yield "memory", None, run.copy_element_s
-    yield "calls", "forward", run.forward_call_s
-    yield "calls", "backward", run.backward_call_s
-    yield "optimizer", None, run.optimizer_element_s
+    yield "elementwise", None, run.elementwise_s_per_element
+    yield "memory", None, run.copy_s_per_element
+    yield "calls", "forward", run.forward_launch_s
+    yield "calls", "backward", run.backward_launch_s
+    yield "optimizer", None, run.optimizer_s_per_parameter
     for operation, fit in run.collectives.items():
         for size in _SIZES:
             yield "collectives, 64 KiB to 25 MiB", (operation, size), fit.time_s(size)
