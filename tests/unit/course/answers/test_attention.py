@@ -77,7 +77,7 @@ def _rated(rate: float, **case: Any) -> list[Record]:
         ),
         ([_lost(), _attention(**SDPA), _attention(context=256)], "all_cases_ran", None),
         # Of compiled attention there are other questions.
-        ([_attention(0.1, compile="whole"), _attention(**SDPA)], "nothing_to_compare", None),
+        ([_attention(compile="whole"), _attention(compile="whole", **SDPA)], FASTEST, None),
     ],
 )
 def test_implementations(
@@ -160,6 +160,11 @@ def test_growth(
         _lost(context=8192, head_dim=128, causal=False),
     ]
     check(answers.answer_naive(Evidence.of(records)), {name: expected})
+
+
+def test_the_calculated_configuration() -> None:
+    expected = {"saved_bytes": 8.023 * 2**30, "tiled_saved_bytes": 32.5 * 2**20, "saved_ratio": 253}
+    check(answers.calculate_naive(Evidence.of([])), {"attention_saved_bytes": expected})
 
 
 def _kernel(matrix: float = 8, spill: float = 0, registers: float = 99, **case: Any) -> Record:

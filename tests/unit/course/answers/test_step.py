@@ -97,6 +97,7 @@ RATE = {"parameter_ratio": 8.79, "first_flops_per_s": 1e9}
             [_step(**CUSTOM), _step(**LARGE, flops_per_s=5e8)],
             {"rate_by_size": {**RATE, "says": ["95 k parameters) to custom (835 k", "(-50%)."]}},
         ),
+        ([_step(), _step(**HALF), _step(**HALF, num_layers=3)], {"rate_by_size": None}),
         ([_step(), LOST], {LONGEST: {"says": "Of small's"}, "rate_by_size": None}),
         ([_step()], {OPTIMIZER: {"optimizer_bytes_per_s": 280 * PARAMETERS, "says": "unknown"}}),
         ([_step(**H100)], {OPTIMIZER: {"memory_bytes_per_s": 3.35e12}}),

@@ -95,3 +95,10 @@ def _allocation(number: int, size: int, environment: Environment, count: int = 1
 def test_allocations_are_those_of_the_same_run(allocations: list[Any], expected: Any) -> None:
     records = [*_memory(**STATES), *(_allocation(*each) for each in allocations)]
     check(answers.answer_memory(Evidence.of(records)), {"largest_allocation": expected})
+
+
+def test_the_calculated_model() -> None:
+    blocks = answers.calculate_memory(Evidence.of([]))
+    check(blocks, {"residual_stream": {"first_bytes": 5 * MIB}})
+    check(blocks, {"peak_by_context": {"first_bytes": 51990 * MIB, "last_bytes": 60110 * MIB}})
+    check(blocks, {"largest_allocation": {"scores_bytes": 128 * MIB, "matrix_bytes": 100 * MIB}})
