@@ -90,7 +90,7 @@ def find_link(case: Mapping[str, CaseValue]) -> Link | None:
 
 def describe_unknown_link(case: Mapping[str, CaseValue]) -> str:
     """Says that there is a link of unknown rate, and what a stream reached on it, if one did."""
-    text = "The line's rate is not known here"
+    text = "The link's rate is not known here"
     measured = case.get(MEASURED_LINK_RATE)
     if isinstance(measured, int | float):
         text += f" (a single stream reached {format_decimal(measured, 'bit/s')} just before)"

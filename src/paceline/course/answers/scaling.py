@@ -110,5 +110,5 @@ def _waste(decision: Decision) -> Finding:
         reason=worst.reason,
         wasted_share=worst.wasted,
         least_reason=least.reason,
-        least_wasted=f"{least.wasted:.2%}",
+        least_wasted=f"{max(0.0, least.wasted):.2%}",
     )

@@ -96,19 +96,18 @@ def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -
 
 
 def _best_bucket(best: Record, buckets: Sequence[Record]) -> Finding:
-    ratios = {strategy_text(each): step_ratio(each, best) for each in buckets if each is not best}
-    close = [
-        f"{name}: {ratio.standing}"
-        for name, ratio in ratios.items()
-        if ratio is not None and ratio.standing in ("alike", "unknown")
-    ]
+    close: dict[str, list[str]] = {}
+    for record in buckets:
+        ratio = None if record is best else step_ratio(record, best)
+        if ratio is not None and ratio.standing in ("alike", "unknown"):
+            close.setdefault(ratio.standing, []).append(strategy_text(record))
     return make_finding(
         "best_bucket",
         "{strategy} has the shortest step of {num_sizes} measured, {step_s}{close}.",
         strategy=strategy_text(best),
         num_sizes=len(buckets),
         step_s=step_seconds(best),
-        close=f" (beside it, {', '.join(close)})" if close else "",
+        close="".join(f"; {verdict}: {', '.join(names)}" for verdict, names in close.items()),
     )
 
 

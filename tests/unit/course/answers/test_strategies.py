@@ -178,8 +178,8 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     [
         ([], STEADY, "1 measured, 1 s."),
         ([1.1, 1.2], STEADY, "3 measured, 1 s."),
-        ([1.1, 1.01], NOISY, "bucketed 1 MiB: alike, bucketed 2 MiB: alike"),
-        ([1.1], ONE, "bucketed 1 MiB: unknown"),
+        ([1.1, 1.01], NOISY, "; alike: bucketed 1 MiB, bucketed 2 MiB."),
+        ([1.1], ONE, "; unknown: bucketed 1 MiB."),
     ],
 )
 def test_the_best_bucket_is_named_with_those_it_cannot_be_told_from(
