@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from paceline.records import Metric, Record, capture_environment, find_kind
 
 ENVIRONMENT = capture_environment()
@@ -16,6 +18,16 @@ def _record(kind: str, case: dict[str, Any], metrics: dict[str, Metric], outcome
         metrics=metrics if outcome == "ok" else {},
         outcome=outcome,
         reason=None if outcome == "ok" else "a reason",
+    )
+
+
+def prediction_of(measured: Record, metrics: dict[str, Metric]) -> Record:
+    """What was predicted of a measured case."""
+    return msgspec.structs.replace(
+        measured,
+        kind="prediction",
+        case={"predicts": measured.kind, **measured.case},
+        metrics=metrics,
     )
 
 
@@ -80,23 +92,18 @@ def data_parallel_prediction(bucket_size_mb: float, exposed_s: float) -> Record:
         "latency_s": 1e-4,
         "algorithm_bandwidth_bytes_per_s": 1e10,
     }
-    return Record(
-        kind="prediction",
-        case={"predicts": "ddp", **measured.case},
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
+    return prediction_of(measured, {name: Metric(value=value) for name, value in metrics.items()})
 
 
-def attention_record(context: int, head_dim: int, outcome: str = "ok") -> Record:
+def attention_record(context: int, head_dim: int = 64, outcome: str = "ok", **case: Any) -> Record:
     metrics = {
         "forward_time_s": Metric.from_samples([1e-9 * context**2]),
         "backward_time_s": Metric.from_samples([2e-9 * context**2]),
         "saved_for_backward_bytes": Metric(value=32 * context**2),
         "peak_bytes": Metric(value=96 * context**2),
     }
-    return _record("attention", {"context": context, "head_dim": head_dim}, metrics, outcome)
+    case = {"context": context, "head_dim": head_dim, **case}
+    return _record("attention", case, metrics, outcome)
 
 
 def communication_record(size_bytes: int, world_size: int, **case: Any) -> Record:
@@ -135,13 +142,26 @@ def timeline_record(strategy: str, rank: int, *, exposed_s: float) -> Record:
 def timeline_prediction(strategy: str, exposed_s: float) -> Record:
     measured = timeline_record(strategy, 0, exposed_s=exposed_s)
     kept = ("message_start_s", "message_end_s", "exposed_communication_s")
-    return Record(
-        kind="prediction",
-        case={"predicts": "timeline", **measured.case},
-        environment=ENVIRONMENT,
-        metrics={name: measured.metrics[name] for name in kept},
-        outcome="ok",
-    )
+    return prediction_of(measured, {name: measured.metrics[name] for name in kept})
+
+
+def optimizer_record(
+    strategy: str, sizes_mib: tuple[int, ...], *, is_prediction: bool = False, **case: Any
+) -> Record:
+    """A strategy with the same memory at all three instants."""
+    parts = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+    metrics = {}
+    for instant in ("after_init", "before_step", "after_step"):
+        for part, size in zip(parts, sizes_mib, strict=True):
+            metrics[f"{instant}_{part}_bytes"] = Metric(value=size * 2**20)
+        metrics[f"peak_{instant}_bytes"] = Metric(value=sum(sizes_mib) * 2**20)
+    times = {
+        "step_time_s": Metric.from_samples([0.2, 0.3, 0.4]),
+        "optimizer_time_s": Metric.from_samples([0.02]),
+    }
+    fields = {"strategy": strategy, "bucket_size_mb": None, "model": "small", **case}
+    measured = _record("optimizer", fields, metrics | times, "ok")
+    return prediction_of(measured, metrics) if is_prediction else measured
 
 
 def memory_record(**case: Any) -> Record:

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def record(implementation: str, context: int, outcome: str = "ok", **case: Any) -> Record:
-    made = attention_record(context, case.pop("head_dim", 64), outcome)
-    return msgspec.structs.replace(
-        made, case={**made.case, "implementation": implementation, "dtype": "float32", **case}
-    )
+    case = {"implementation": implementation, "dtype": "float32", **case}
+    return attention_record(context, outcome=outcome, **case)
 
 
 IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "triton")

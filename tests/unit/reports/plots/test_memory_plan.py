@@ -1,5 +1,4 @@
 import itertools
-import pathlib
 
 import numpy as np
 import pytest
@@ -7,7 +6,6 @@ import pytest
 from paceline.accounting.memory.explain import StepPlan
 from paceline.core import BatchShape, find_device, model_preset
 from paceline.reports.plots.memory_plan import plot_memory_plan
-from paceline.reports.plots.style import save_as
 
 PLAN = StepPlan(
     shape=model_preset("small"),
@@ -36,13 +34,3 @@ def test_parts_are_told_apart_without_colour() -> None:
     assert len(hatches) == 5
     assert all(first != second for first, second in itertools.pairwise(hatches))
     assert not axes.lines
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_same_plan_gives_the_same_file(tmp_path: pathlib.Path, suffix: str) -> None:
-    paths = [tmp_path / "deep" / f"{name}{suffix}" for name in ("first", "second")]
-    for path in paths:
-        save_as(plot_memory_plan(PLAN.instants(2), title="a step"), path)
-    first, second = (path.read_bytes() for path in paths)
-    assert first == second
-    assert len(first) > 1000

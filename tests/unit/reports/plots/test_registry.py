@@ -1,8 +1,10 @@
 import pathlib
 
+import msgspec
 import pytest
 
 from paceline.core import UsageError
+from paceline.records import Metric
 from paceline.reports.plots.registry import PLOTS, draw, drawable_plots
 from paceline.reports.plots.style import save_figure
 from tests.unit.reports.factory import (
@@ -73,6 +75,16 @@ def test_bars_are_as_high_as_the_medians() -> None:
     heights = sorted(patch.get_height() for patch in figure.axes[0].patches)
     assert heights == pytest.approx([100.0] * 3 + [400.0] * 3)
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["small", "xl"]
+
+
+def test_no_error_bar_reaches_below_zero() -> None:
+    record = step_record()
+    unsteady = Metric(value=0.1, std=0.3, samples=(0.1, 0.7))
+    record = msgspec.structs.replace(record, metrics={**record.metrics, "forward_time_s": unsteady})
+    (axes,) = draw("step-time", [record]).axes
+    (ends,) = axes.collections[0].get_segments()
+    assert [end[1] for end in ends] == pytest.approx([0.0, 400.0])
+    assert axes.get_ylabel() == "time (ms), median ± standard deviation"
 
 
 def test_warmup_shows_every_sample() -> None:
@@ -147,6 +159,8 @@ def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
     # sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes.
     assert balanced.get_xdata()[0] == pytest.approx(2e7 / 2**20)
     assert len(axes.containers) == 2
+    assert axes.get_xlabel() == "bucket size (MiB)"
+    assert axes.get_ylabel() == "exposed communication (ms)"
 
 
 def test_traced_steps_have_lanes_for_every_rank_and_their_exposed_time() -> None:
@@ -165,3 +179,6 @@ def test_memory_is_stacked_on_one_scale() -> None:
     forward, train = figure.axes
     assert forward.get_ylim() == train.get_ylim()
     assert forward.get_title(loc="left") == "forward: peak 6.00 MiB"
+    # Six parts of 1 MiB each are drawn up to the peak.
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in forward.collections]
+    assert tops == pytest.approx([1, 2, 3, 4, 5, 6])

@@ -8,9 +8,9 @@ from tests.unit.reports.factory import attention_record
 
 
 def record(implementation: str, context: int, outcome: str = "ok") -> Record:
-    made = attention_record(context, 64, outcome)
-    case = {**made.case, "implementation": implementation, "dtype": "float32"}
-    return msgspec.structs.replace(made, case=case)
+    return attention_record(
+        context, outcome=outcome, implementation=implementation, dtype="float32"
+    )
 
 
 def kernel(mask: str, registers: float, outcome: Any = "ok") -> Record:
@@ -28,11 +28,11 @@ def kernel(mask: str, registers: float, outcome: Any = "ok") -> Record:
             "mask": mask,
             "lengths": "even",
             "group": 1,
+            "triton": "3.7.1",
             "block_queries": 128,
             "block_keys": 64,
             "num_warps": 8,
             "num_stages": 3,
-            "triton": "3.7.1",
         },
         metrics={name: Metric(value=value) for name, value in metrics.items() if outcome == "ok"},
         outcome=outcome,

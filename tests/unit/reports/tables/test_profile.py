@@ -11,7 +11,7 @@ from paceline.reports.tables.profile import (
     operator_table,
     work_table,
 )
-from tests.unit.reports.factory import ENVIRONMENT, memory_record
+from tests.unit.reports.factory import ENVIRONMENT, memory_record, prediction_of
 
 
 def _operator(
@@ -21,16 +21,6 @@ def _operator(
     return Record(
         kind="operator",
         case={"subject": "s", "range": range_name, "work": work, "operator": operator},
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
-
-
-def _prediction(measured: Record, **metrics: float) -> Record:
-    return Record(
-        kind="prediction",
-        case={"predicts": measured.kind, **measured.case},
         environment=ENVIRONMENT,
         metrics={name: Metric(value=value) for name, value in metrics.items()},
         outcome="ok",
@@ -69,13 +59,13 @@ def test_the_parts_of_attention() -> None:
 
 
 def test_operations_beside_the_formula() -> None:
-    records = [*RECORDS, _prediction(RECORDS[0], flops=1.6e9)]
+    records = [*RECORDS, prediction_of(RECORDS[0], {"flops": Metric(value=1.6e9)})]
     assert flops_table(records).rows == (("s", "forward", "2 G", "1.6 G", "1.2500"),)
 
 
 def test_memory_beside_the_least_possible() -> None:
     measured = memory_record(phase="train", context=64, precision="float32")
-    table = memory_table([measured, _prediction(measured, peak_bytes=2**20)])
+    table = memory_table([measured, prediction_of(measured, {"peak_bytes": Metric(value=2**20)})])
     (row,) = table.rows
     assert row[:4] == ("train", "64", "float32", "6.00 MiB")
     assert row[-1] == "1.00 MiB"
