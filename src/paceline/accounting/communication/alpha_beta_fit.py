@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import UsageError
+from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 
 Array = npt.NDArray[np.float64]
@@ -59,14 +60,6 @@ class CollectiveFit:
         return chosen.latency_s.value + size_bytes / chosen.bytes_per_s.value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommunicationWarning:
-    """Something about a measurement that makes it unlikely to be what it claims."""
-
-    name: str
-    message: str
-
-
 def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
     """Fits the seconds of repetitions by size in bytes."""
     if len(samples) < _SIZES_PER_SEGMENT:
@@ -102,37 +95,35 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
 
 def find_warnings(
     fit: CollectiveFit, *, bus_bytes_per_s: float, line_bytes_per_s: float | None
-) -> list[CommunicationWarning]:
+) -> list[Finding]:
     """Names what cannot be true of a measured collective."""
     warnings = []
     latency = fit.segments[0].latency_s.value
     if latency > _SETUP_LATENCY_S:
         warnings.append(
-            CommunicationWarning(
+            Finding(
                 name="timed_setup",
-                message=(
-                    f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
-                    "the communicator was timed; warm up before measuring"
-                ),
+                message=f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
+                "the communicator was timed",
+                remedy="warm up before measuring",
             )
         )
     if any(segment.bytes_per_s is None for segment in fit.segments):
         warnings.append(
-            CommunicationWarning(
+            Finding(
                 name="undetermined_bandwidth",
-                message="the time does not grow with the size: only latency was measured; use "
-                "larger sizes",
+                message="the time does not grow with the size: only latency was measured",
+                remedy="use larger sizes",
             )
         )
     if line_bytes_per_s is not None and bus_bytes_per_s > 1.02 * line_bytes_per_s:
         warnings.append(
-            CommunicationWarning(
+            Finding(
                 name="above_line_rate",
-                message=(
-                    f"a bus bandwidth of {bus_bytes_per_s / 1e9:.3g} GB/s on a line of "
-                    f"{line_bytes_per_s / 1e9:.3g} GB/s: the messages fit into buffers, or the "
-                    "call was not waited for; use larger sizes"
-                ),
+                message=f"a bus bandwidth of {bus_bytes_per_s / 1e9:.3g} GB/s on a line of "
+                f"{line_bytes_per_s / 1e9:.3g} GB/s: the messages fit into buffers, or the call "
+                "was not waited for",
+                remedy="use larger sizes",
             )
         )
     return warnings

@@ -109,7 +109,7 @@ def fit_records(
                 **topology,
             },
             metrics,
-            warnings=[f"{warning.name}: {warning.message}" for warning in warnings],
+            warnings=[str(warning) for warning in warnings],
         )
 
 
