@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.course.deliverables import DELIVERABLES, Deliverable, Part
 from paceline.course.suite.presets import suite_cases
-from paceline.records import CaseValue, Record, RecordStore
+from paceline.records import Record, RecordStore
 from paceline.records.kinds import ATTEMPT, PREDICTION
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import write_markdown
@@ -142,15 +142,9 @@ def commands_for(deliverable: Deliverable, part: Part) -> tuple[str, ...]:
 
 def _unsuccessful(name: str, evidence: Evidence) -> list[Record]:
     """Returns the last attempts to measure a deliverable that failed or measured only a part."""
-    last: dict[CaseValue, Record] = {}
-    for record in evidence.find(ATTEMPT):
-        # Machines of several kinds run cases of one name by different commands.
-        command = record.case["command"]
-        if command not in last or record.environment.time >= last[command].environment.time:
-            last[command] = record
     return [
         record
-        for record in last.values()
+        for record in evidence.find(ATTEMPT)
         if record.outcome != "ok" and name in str(record.case["deliverables"]).split(SEPARATOR)
     ]
 

@@ -92,7 +92,7 @@ def sentences(blocks: tuple[Block, ...]) -> list[str]:
 def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Every finding has these figures, and its text these words; None for what must be absent.
 
-    The key "says" is for words: a verdict, a name, a remedy.
+    The key "says" is for words: a verdict, a name; "remedy" for all that is to be done.
     """
     found = {each.name: each for block in blocks for each in block.findings}
     for name, figures in expected.items():
@@ -103,5 +103,6 @@ def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | No
         says = figures.get("says", ())
         for words in (says,) if isinstance(says, str) else says:
             assert words in finding_text(finding)
-        known = {key: value for key, value in figures.items() if key != "says"}
+        assert finding.remedy == figures.get("remedy", finding.remedy)
+        known = {key: value for key, value in figures.items() if key not in ("says", "remedy")}
         assert {key: finding.figures[key] for key in known} == pytest.approx(known, rel=2e-3)

@@ -13,12 +13,13 @@ import pytest
 from paceline.course import report as build
 from paceline.course.deliverables import DELIVERABLES
 from paceline.course.report import build_report, write_report
-from paceline.records import Record
+from paceline.records import Metric, Record
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import render_report
 from paceline.reports.document.model import Block, Report
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import changed, committed_records
+from tests.unit.reports.factory import ENVIRONMENT
 
 ATTACKS = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "a|b`c$d_e*")
 VOID = {"meta", "img"}
@@ -142,6 +143,27 @@ def test_failures_are_entries(hostile: Report) -> None:
     (section,) = [each for each in hostile.sections if each.name == "naive_ddp"]
     assert section.failures == (f"{ATTACKS[1]}: failed: {ATTACKS[0]}",)
     assert not section.is_complete
+
+
+def test_the_last_run_of_a_case_counts_and_partial_ones_are_told_apart() -> None:
+    runs = (("a", "failed", 0), ("a", "ok", 0), ("b", "ok", 2), ("b", "failed", 0))
+    attempts = [
+        Record(
+            kind="attempt",
+            case={"name": name, "deliverables": "x; naive_ddp", "command": name},
+            environment=ENVIRONMENT,
+            metrics={"num_measured": Metric(value=num_measured)},
+            outcome=outcome,  # type: ignore[arg-type]
+            reason=None if outcome == "ok" else "a reason",
+        )
+        for name, outcome, num_measured in (*runs, ("c", "timeout", 2))
+    ]
+    report = build_report(attempts)
+    (section,) = [each for each in report.sections if each.name == "naive_ddp"]
+    assert section.failures == ("b: failed: a reason",)
+    assert section.incomplete == ("c: timeout: a reason",)
+    for text in (render_report(report), Page(render_html(report)).text):
+        assert text.index("b: failed") < text.index("Incomplete runs:") < text.index("c: timeout")
 
 
 def test_an_answer_that_cannot_be_made_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:

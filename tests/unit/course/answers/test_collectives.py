@@ -89,8 +89,8 @@ def test_bandwidth_is_compared_by_size(small: float, says: Any) -> None:
     [
         (0.95e9, 2, {}, {"many_bytes_per_s": 0.95e9, "says": ("of 10 MB", "alike (-5%)")}),
         (0.5e9, 2, {}, {"few_bytes_per_s": 1e9, "says": ("less", "4 ranks share 2 processors")}),
-        (0.5e9, 8, {}, {"says": "stays."}),
-        (2e9, 2, {"num_hosts": 4}, {"few_ranks": 2, "many_ranks": 4, "says": ("more", "stays.")}),
+        (0.5e9, 8, {}, {"says": "less", "remedy": ""}),
+        (2e9, 2, {"num_hosts": 4}, {"few_ranks": 2, "many_ranks": 4, "says": "more"}),
     ],
 )
 def test_ranks_are_compared_at_a_size_that_both_have(
@@ -120,6 +120,7 @@ def test_ranks_without_a_size_in_common_are_not_compared() -> None:
         (GPU, 4.4e11, "link_share", {"link_share": 0.978, "says": ("NVLink 4", "link bounds it")}),
         (GPU, 5.1e11, "link_share", {"link_share": 1.133, "says": "other than this link"}),
         (LAB, 0.5e9, "link_share", {"link_share": 0.5, "says": "links shaped to 8 Gbit/s"}),
+        ({**LAB, "world_size": 4}, 0.5e9, "link_share", {"bus_bytes_per_s": 0.5e9}),
     ],
 )
 def test_throughput_is_held_against_a_link_whose_rate_is_known(

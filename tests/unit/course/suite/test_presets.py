@@ -25,6 +25,7 @@ from paceline.workflows.cases import SuiteCase
 
 PRESETS = [(preset, quick) for preset in ("laptop", "2gpu", "8gpu") for quick in (False, True)]
 # Known only where the command runs, or when it has.
+RATES = {"200mbit": 2e8, "1gbit": 1e9, "2gbit": 2e9}
 ELSEWHERE = {"num_hosts", "link_rate_bits_per_s"}
 
 
@@ -95,6 +96,10 @@ def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) 
     cases = suite_cases(preset, quick=quick)
     assert len({case.name for case in cases}) == len({case.command for case in cases}) == len(cases)
     assert all(case.seconds > 0 and case.expected for case in cases)
+    for case in (case for case in cases if case.rate):
+        assert case.lab == ("--hosts", "2", "--rate", case.rate)
+        links = {"num_hosts": 2, "link_rate_bits_per_s": RATES[case.rate]}
+        assert all(links.items() <= expected.items() for expected in case.expected)
     assert {(name, case.kind) for case in cases for name in case.deliverables} >= {
         (deliverable.name, part.kind)
         for deliverable in DELIVERABLES
