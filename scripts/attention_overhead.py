@@ -3,7 +3,7 @@
 Causal attention of one sequence, 8 heads of 64, float32. Both ways run in turn, call by call, in
 one process and over the same inputs, so that whatever else the machine does falls on both. Appends
 one comparison record per length and phase to a store: what `flash_attention` chooses here against
-torch's `scaled_dot_product_attention`, forward alone and with backward; then its tiled backend
+torch's `scaled_dot_product_attention`, forward, and forward with backward; then its tiled backend
 against the same, with backward.
 
     python scripts/attention_overhead.py results/attention-overhead.jsonl
@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.benchmarks.harness.devices import current_environment, describe_hardware
+from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
+from paceline.benchmarks.harness.records import measured
 from paceline.core.specs import Phase
 from paceline.kernels import flash_attention
 from paceline.kernels.attention.api import AttentionBackend
-from paceline.records import Metric, Record, RecordStore
+from paceline.records import RecordStore
 
 HEADS, HEAD_DIM = 8, 64
 # About half a minute each, forward and backward, on two cores.
@@ -111,9 +112,9 @@ def main() -> int:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             subject, baseline = measure(comparison, rounds)
         ratio = ratio_metric(subject, baseline)
-        record = Record(
-            kind="comparison",
-            case={
+        record = measured(
+            "comparison",
+            {
                 "subject": comparison.subject,
                 "baseline": "scaled_dot_product_attention, fused",
                 "operation": f"causal attention, {HEADS} heads of {HEAD_DIM}, float32",
@@ -124,13 +125,11 @@ def main() -> int:
                 "warmup": WARMUP,
                 "rounds": rounds,
             },
-            environment=current_environment(),
-            metrics={
+            {
                 "time_ratio": ratio,
-                "time_s": Metric.from_samples(subject),
-                "baseline_time_s": Metric.from_samples(baseline),
+                "time_s": subject,
+                "baseline_time_s": baseline,
             },
-            outcome="ok",
         )
         RecordStore(arguments.store).append(record)
         print(

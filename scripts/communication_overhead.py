@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.benchmarks.collectives.measure import Collective, time_call
-from paceline.benchmarks.harness.devices import current_environment, describe_hardware
+from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
+from paceline.benchmarks.harness.records import measured
 from paceline.core.units import MB
 from paceline.parallel import RankPool
-from paceline.records import Metric, Record, RecordStore
+from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 
 WORLD_SIZE = 2
@@ -59,9 +60,9 @@ def main() -> int:
             rounds = ROUNDS[size_bytes]
             subject, baseline = pool.run(both_ways, size_bytes, rounds)[0]
             ratio = ratio_metric(subject, baseline)
-            record = Record(
-                kind="comparison",
-                case={
+            record = measured(
+                "comparison",
+                {
                     "subject": "paceline bench comm",
                     "baseline": "bare torch loop",
                     "operation": "all_reduce",
@@ -72,13 +73,11 @@ def main() -> int:
                     "warmup": WARMUP,
                     "rounds": rounds,
                 },
-                environment=current_environment(),
-                metrics={
+                {
                     "time_ratio": ratio,
-                    "time_s": Metric.from_samples(subject),
-                    "baseline_time_s": Metric.from_samples(baseline),
+                    "time_s": subject,
+                    "baseline_time_s": baseline,
                 },
-                outcome="ok",
             )
             RecordStore(arguments.store).append(record)
             print(f"{size_bytes}: {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})")

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.benchmarks.harness.devices import current_environment, describe_hardware
+from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
+from paceline.benchmarks.harness.records import measured
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep
 from paceline.core import ModelShape
-from paceline.records import Metric, Record, RecordStore
+from paceline.records import Metric, RecordStore
 
 WARMUP = 3
 
@@ -160,15 +161,15 @@ def main() -> int:
             for lap, seconds in run().items():
                 if round_index >= 0:
                     samples[name].setdefault(lap, []).append(seconds)
-    metrics: dict[str, Metric] = {}
+    ratios: dict[str, Metric] = {}
+    times: dict[str, list[float]] = {}
     for lap, baseline in samples["bare"].items():
         subject = samples["paceline"][lap]
-        metrics[lap.replace("_time_s", "_ratio")] = ratio_metric(subject, baseline)
-        metrics[lap] = Metric.from_samples(subject)
-        metrics[f"baseline_{lap}"] = Metric.from_samples(baseline)
-    record = Record(
-        kind="comparison",
-        case={
+        ratios[lap.replace("_time_s", "_ratio")] = ratio_metric(subject, baseline)
+        times |= {lap: subject, f"baseline_{lap}": baseline}
+    record = measured(
+        "comparison",
+        {
             "subject": "paceline bench step",
             "baseline": "bare torch loop",
             "model": arguments.model,
@@ -179,14 +180,11 @@ def main() -> int:
             "warmup": WARMUP,
             "rounds": arguments.rounds,
         },
-        environment=current_environment(),
-        metrics=metrics,
-        outcome="ok",
+        {**ratios, **times},
     )
     RecordStore(arguments.store).append(record)
-    for name, metric in metrics.items():
-        if name.endswith("_ratio"):
-            print(f"{name}: {metric.value:.4f} (95% {metric.low:.4f} to {metric.high:.4f})")
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})")
     return 0
 
 

@@ -14,13 +14,10 @@ import subprocess
 import sys
 import tempfile
 
-from paceline.benchmarks.harness.devices import (
-    current_environment,
-    describe_hardware,
-    resolve_device,
-)
+from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+from paceline.benchmarks.harness.records import measured
 from paceline.core.units import GB
-from paceline.records import Metric, Record, RecordStore
+from paceline.records import RecordStore
 
 _LAYERS = 48
 _RANKS = 2
@@ -103,18 +100,16 @@ def main() -> int:
             [sys.executable, "-c", _ANALYSE, str(path)], check=True, capture_output=True, text=True
         )
     seconds, peak, num_events, num_steps = (float(text) for text in result.stdout.split())
-    record = Record(
-        kind="trace_analysis",
-        case={"size_bytes": size, **describe_hardware(resolve_device("cpu")).as_case()},
-        environment=current_environment(),
-        metrics={
-            "time_s": Metric(value=seconds),
-            "bytes_per_s": Metric(value=size / seconds),
-            "resident_peak_bytes": Metric(value=peak),
-            "num_events": Metric(value=num_events),
-            "num_steps": Metric(value=num_steps),
+    record = measured(
+        "trace_analysis",
+        {"size_bytes": size, **describe_hardware(resolve_device("cpu")).as_case()},
+        {
+            "time_s": seconds,
+            "bytes_per_s": size / seconds,
+            "resident_peak_bytes": peak,
+            "num_events": num_events,
+            "num_steps": num_steps,
         },
-        outcome="ok",
     )
     RecordStore(arguments.store).append(record)
     sys.stdout.write(f"{size / seconds / 1e6:.0f} MB/s, peak {peak / 1e6:.0f} MB\n")

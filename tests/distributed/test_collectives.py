@@ -43,7 +43,7 @@ def _measure(
                 return time_call(collective, device) + 5.0
 
             patch.setattr(communication, "time_call", slow_time_call)
-        return measure_collective(case, CPU).samples
+        return measure_collective(CPU, case).samples
 
 
 def _check_astray(_rank: int, _world_size: int) -> None:

@@ -13,9 +13,10 @@ from paceline.accounting.memory.step import MemoryParts
 from paceline.benchmarks.harness.config import PrecisionName
 from paceline.benchmarks.harness.memory import storage_bytes
 from paceline.benchmarks.optimizer_memory.config import OptimizerCase
-from paceline.benchmarks.optimizer_memory.measure import OptimizerMeasurement, OptimizerStep
+from paceline.benchmarks.optimizer_memory.measure import OptimizerMeasurement, named_bytes
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.strategies.config import Variant
+from paceline.benchmarks.strategies.step import StrategyStep
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,
@@ -75,11 +76,11 @@ def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ..
     """Returns the bytes of this rank's parameters, gradients and optimizer state after steps."""
     case = _case(ODD, BatchShape(num_sequences=2, context_length=5))
     variant = Variant(strategy=strategy, bucket_size_mb=BUCKET_SIZES_MB.get(strategy))
-    step = OptimizerStep(case, variant, torch.device("cpu"))
+    step = StrategyStep(case, variant, torch.device("cpu"))
     for _ in range(2):
         step.run()
     step.forward_and_backward()
-    held = step.named_bytes()
+    held = named_bytes(step)
     if strategy == "sharded_per_bucket":
         # It steps in backward, when no optimizer has gradients any longer; their memory stays.
         assert isinstance(step.model, ShardedDataParallel)

@@ -104,7 +104,7 @@ def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator
 
             from paceline.benchmarks.strategies.sweep import data_parallel_records
 
-            # Of the benchmarks alone: under a launcher the container on this rank says the same.
+            # Of the benchmarks only: under a launcher the container on this rank says the same.
             logging.basicConfig(format="paceline: %(message)s")
             logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
             return data_parallel_records(sweep, on_progress)

@@ -48,7 +48,7 @@ class SlurmCommand:
     """
 
     action: Annotated[Literal["start", "stop", "status"], tyro.conf.Positional]
-    """What to do."""
+    """start, stop or status."""
     nodes: int = 2
     """Virtual nodes."""
     cpus_per_node: int = 4
@@ -56,7 +56,7 @@ class SlurmCommand:
     gpus_per_node: int = 2
     """GPUs that each node claims to have; there is nothing behind them."""
     directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / f"paceline-slurm-{os.geteuid()}"
-    """Where the cluster keeps everything."""
+    """Directory that the cluster keeps everything in."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
 

@@ -72,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:
             raise
-        place = f"{error.filename}: " if error.filename is not None else ""
+        where = f"{error.filename}: " if error.filename is not None else ""
         remedy = "make room" if error.errno in _FULL else "name another path"
-        sys.stderr.write(f"paceline: error: {place}{error.strerror}; {remedy}\n")
+        sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
         return 1
     return exit_code
 

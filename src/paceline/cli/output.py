@@ -16,7 +16,7 @@ from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
     from paceline.records import Record
 
@@ -32,7 +32,7 @@ Flat = Annotated[_Options, tyro.conf.arg(name="")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AppendOptions:
-    """Where records go."""
+    """The store to append to."""
 
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to append the records to."""
@@ -40,7 +40,7 @@ class AppendOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Where records come from."""
+    """The store to read."""
 
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to read the records from."""
@@ -123,7 +123,7 @@ class CaseProgress:
         self._bar.reset(self._steps, total=None)
 
 
-class PlainProgress(CaseProgress):
+class PlainProgress:
     """The same in lines of text, for the stderr of a rank, which its launcher reads."""
 
     def __init__(self, num_cases: int) -> None:
@@ -154,51 +154,41 @@ class PlainProgress(CaseProgress):
 
 
 @contextlib.contextmanager
-def case_progress(num_cases: int) -> Iterator[CaseProgress]:
+def case_progress(num_cases: int) -> "Iterator[CaseProgress | PlainProgress]":
     """Shows progress on stderr while it is open: a bar on a terminal, lines from a first rank."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = stderr_console()
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    if rank == "0" and not console.is_terminal:
+    if rank == "0" and not stderr_console().is_terminal:
         yield PlainProgress(num_cases)
         return
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal or rank not in (None, "0"),
-        transient=True,
-    ) as bar:
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with _bar(*columns, is_shown=rank in (None, "0")) as bar:
         yield CaseProgress(bar, num_cases)
 
 
 @contextlib.contextmanager
 def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
     """Shows how much of a file was read, on a terminal; yields what to tell the bytes to."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    console = stderr_console()
     # Of a compressed file only the reader knows how long it is.
     is_plain = path.suffix != ".gz" and path.exists()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bar:
+    with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(path.name, total=path.stat().st_size if is_plain else None)
         yield lambda num_bytes: bar.update(task, completed=num_bytes)
+
+
+def _bar(*columns: "ProgressColumn", is_shown: bool = True) -> "Progress":
+    """Returns a bar with these columns, which only a terminal shows."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = stderr_console()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=not (is_shown and console.is_terminal),
+        transient=True,
+    )

@@ -14,7 +14,7 @@ from paceline.cli.output import (
     OutputOptions,
     byte_progress,
     case_progress,
-    print_record,
+    keep_records,
     print_tables,
     stderr_console,
 )
@@ -80,25 +80,25 @@ def run(command: ProfileCommand) -> int:
     """Traces and draws, or analyses a trace that is there."""
     match command.subject:
         case ProfileDdpCommand():
-            return _run_data_parallel(command.subject)
+            _run_ddp(command.subject)
         case ProfileStepCommand():
-            return _run_step(command.subject)
+            _run_step(command.subject)
         case TraceCommand():
-            return _run_trace(command.subject)
+            _run_trace(command.subject)
+    return 0
 
 
-def _run_data_parallel(command: ProfileDdpCommand) -> int:
+def _run_ddp(command: ProfileDdpCommand) -> None:
     from paceline.benchmarks.strategies.profile import trace_data_parallel
 
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
         records = trace_data_parallel(command.sweep, command.out / _TRACE, progress.step)
     if records:  # Only the first rank has any.
-        _write(records, command.out, "timelines", as_json=command.output.json)
-    return 0
+        _write(records, "timelines", command)
 
 
-def _run_step(command: ProfileStepCommand) -> int:
+def _run_step(command: ProfileStepCommand) -> None:
     cases = list(command.sweep.cases())
     if len(cases) != 1:
         raise UsageError("one trace is of one case; give every list of the sweep one value")
@@ -108,34 +108,31 @@ def _run_step(command: ProfileStepCommand) -> int:
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
         records = profile_step(cases[0], command.out / _TRACE, progress.step)
-    _write(records, command.out, "memory-timeline", as_json=command.output.json)
-    return 0
+    _write(records, "memory-timeline", command)
 
 
-def _write(records: "list[Record]", out: pathlib.Path, plot: str, *, as_json: bool) -> None:
+def _write(
+    records: "list[Record]", plot: str, command: ProfileDdpCommand | ProfileStepCommand
+) -> None:
     """Keeps the records, draws the picture, and prints."""
-    from paceline.records import RecordStore
     from paceline.reports.plots.registry import draw
     from paceline.reports.plots.style import save_figure
 
-    store = RecordStore(out / _STORE)
-    for record in records:
-        store.append(record)
-    pictures = save_figure(draw(plot, records), out, plot)
-    _print(records, as_json=as_json)
-    if not as_json:
-        sys.stdout.writelines(f"{path}\n" for path in (out / _TRACE, *pictures))
+    _print(records, command.output, store=command.out / _STORE)
+    pictures = save_figure(draw(plot, records), command.out, plot)
+    if not command.output.json:
+        sys.stdout.writelines(f"{path}\n" for path in (command.out / _TRACE, *pictures))
 
 
-def _print(records: "list[Record]", *, as_json: bool) -> None:
-    if not as_json:
-        print_tables(records)
-        return
-    for record in records:
-        print_record(record)
+def _print(
+    records: "list[Record]", output: OutputOptions, store: pathlib.Path | None = None
+) -> None:
+    kept = list(keep_records(records, store, output))
+    if not output.json:
+        print_tables(kept)
 
 
-def _run_trace(command: TraceCommand) -> int:
+def _run_trace(command: TraceCommand) -> None:
     from paceline.records.environment import capture_environment
     from paceline.traces.records import operator_records, step_records
     from paceline.traces.steps.analysis import analyse_trace
@@ -152,5 +149,4 @@ def _run_trace(command: TraceCommand) -> int:
         *step_records(analysis, subject, environment),
         *operator_records(analysis, subject, environment),
     ]
-    _print(records, as_json=command.output.json)
-    return 0
+    _print(records, command.output)

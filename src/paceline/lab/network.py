@@ -93,11 +93,6 @@ def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
         yield made
 
 
-def set_link(host: Host, *, up: bool) -> None:
-    """Pulls a host's cable, or plugs it in again."""
-    host.run("ip", "link", "set", INTERFACE, "up" if up else "down")
-
-
 def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link: LinkShape) -> Host:
     port = f"port{index}"
     holder_pid = inside[inside.index("--target") + 1]

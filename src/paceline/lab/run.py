@@ -73,7 +73,7 @@ def run_on_hosts(
 
 
 def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> dict[str, str]:
-    """Returns the variables by which a rank finds its place and the others."""
+    """Returns the variables by which a rank finds its number and the others."""
     world_size = len(made) * ranks_per_host
     return {
         "RANK": str(rank),

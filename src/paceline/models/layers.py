@@ -1,7 +1,7 @@
 """The layers of the model: norm, rotary positions, attention, gated feed-forward.
 
 Whatever the surrounding precision, norms and rotations are computed in float32: their sums
-and small angles are what sixteen-bit formats lose first.
+and small angles are what bf16 and fp16 lose first.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Normalises in float32 and returns the input's format."""
+        """Normalises in float32 and returns the input's dtype."""
         normalized = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon)
         return normalized.type_as(x)
 
@@ -61,7 +61,7 @@ class RotaryPositions(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryPositions":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Moving the model to sixteen bits must not round the tables.
+        # Moving the model to bf16 must not round the tables.
         if self.cosine.dtype != torch.float32:
             self.cosine = torch.empty_like(self.cosine, dtype=torch.float32)
             self.sine = torch.empty_like(self.sine, dtype=torch.float32)

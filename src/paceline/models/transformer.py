@@ -1,7 +1,7 @@
 """A decoder-only Transformer language model.
 
 Token embedding, pre-norm blocks of causal attention and gated feed-forward, a final norm and
-an output layer. The residual stream keeps the parameters' format; inside a block, autocast
+an output layer. The residual stream keeps the parameters' dtype; inside a block, autocast
 may lower the matrix multiplications. Initialisation keeps the stream's scale independent of
 width and depth: each matrix by its fan-in, those that write to the stream smaller by
 sqrt(2 layers), the output layer so small that the first loss is close to log(vocabulary).
@@ -132,7 +132,7 @@ class TransformerLM(nn.Module):
 def next_token_loss(
     logits: Float[Tensor, "batch sequence vocabulary"], targets: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, ""]:
-    """Returns the mean cross-entropy in float32, whatever format the logits have.
+    """Returns the mean cross-entropy in float32, whatever dtype the logits have.
 
     Args:
         logits: Of every position.

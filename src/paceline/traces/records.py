@@ -9,10 +9,10 @@ from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis
 from paceline.traces.steps.operators import OperatorTime
 
 ALL_OPERATORS = "all"
-"""In place of an operator's name: all of one kind of work."""
+"""Stands for an operator's name where all of one class are summed up."""
 
 _MAX_OPERATORS = 8
-"""Of each range; those that took less are not shown by name."""
+"""Operators of each range that are shown by name: those that took longest."""
 
 
 def part_samples(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:

@@ -1,1 +1,1 @@
-"""Attention measured alone: time and memory by sequence length."""
+"""Attention by sequence length: time and memory."""

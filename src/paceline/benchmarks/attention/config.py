@@ -51,7 +51,7 @@ class AttentionSweep:
     steps: int = 100
     """Forward and backward passes to measure; on CUDA, about as many."""
     device: DeviceName = "auto"
-    """Where to run."""
+    """Device to run on."""
     limits: RunLimits = dataclasses.field(default_factory=lambda: RunLimits(time_limit_s=30.0))
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Phases: all ranks time their computing together, one part after the other, in rounds, so that what
 slows the machine for a while slows all parts; then collectives by size, and their fit; then what
-computing and communicating cost each other. A rank alone has only the first.
+computing and communicating cost each other. With one rank there is only the first.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from paceline.benchmarks.calibration.contention import ContentionTimes, measure_
 from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
 from paceline.benchmarks.collectives.sweep import fit_records
-from paceline.benchmarks.harness.devices import current_environment
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.benchmarks.harness.records import measured
 from paceline.core.collectives import Operation
 from paceline.core.units import KIB, MIB
 from paceline.kernels import resolve_implementation
 from paceline.parallel.ranks.collectives import mean_over_ranks, reduce_numbers
-from paceline.records import CaseValue, Metric, Record
+from paceline.records import CaseValue, Record
 
 # Shares of the time limit.
 _COMPUTE_SHARE = 0.5
@@ -54,13 +54,7 @@ Samples = dict[str, dict[str, list[float]]]
 
 def calibration_records(sweep: CalibrationSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures all parts on a group of ranks; yields records on rank 0 only."""
-    groups = sweep_ranks(
-        sweep.world_size,
-        device=sweep.device,
-        timeout_s=sweep.timeout_s,
-        run_timeout_s=sweep.timeout_s + sweep.time_limit_s + _GRACE_S,
-    )
-    for ranks in groups:
+    for ranks in sweep_ranks(sweep, grace_s=sweep.time_limit_s + _GRACE_S):
         for record in _records_of(sweep, ranks, on_progress):
             if ranks.is_first:
                 yield record
@@ -93,9 +87,10 @@ def _records_of(
             CollectiveTimes(size_bytes=nearest, samples=by_size[nearest]),
             _CONTENTION_SHARE * per_operation_s,
         )
-        yield _record(
-            "contention",
-            {**topology, "operation": operation, "size_bytes": times.size_bytes},
+        fields = {**topology, "operation": operation, "size_bytes": times.size_bytes}
+        yield measured(
+            "calibration",
+            {"quantity": "contention", **fields},
             {"lost_s_per_byte": times.lost_s_per_byte, "slowdown": times.slowdown},
         )
         on_progress(3 + 2 * index, num_stages)
@@ -154,7 +149,7 @@ def measure_sizes(
                 # What small sizes leave over, the largest may use.
                 time_limit_s=2 * per_size_s,
             )
-            times = measure_collective(case, device)
+            times = measure_collective(device, case)
             samples.setdefault(times.size_bytes, []).extend(times.samples)
             # A line needs more than two points.
             if min(times.samples) > per_size_s and len(samples) >= _FEWEST_SIZES:
@@ -176,8 +171,8 @@ def _compute_records(
     ]
     precision = torch.get_float32_matmul_precision()
     for (quantity, fields), laps in zip(parts, samples.values(), strict=True):
-        case = {**topology, **fields, "float32_matmul_precision": precision}
-        yield _record(quantity, case, laps)
+        case = {"quantity": quantity, **topology, **fields}
+        yield measured("calibration", {**case, "float32_matmul_precision": precision}, laps)
 
 
 def _attention_fields(shape: dict[str, Any], topology: dict[str, CaseValue]) -> dict[str, Any]:
@@ -186,13 +181,3 @@ def _attention_fields(shape: dict[str, Any], topology: dict[str, CaseValue]) -> 
         **shape,
         "attention": resolve_implementation("auto", str(topology["device"])),
     }
-
-
-def _record(quantity: str, case: dict[str, CaseValue], samples: dict[str, list[float]]) -> Record:
-    return Record(
-        kind="calibration",
-        case={"quantity": quantity, **case},
-        environment=current_environment(),
-        metrics={name: Metric.from_samples(values) for name, values in samples.items()},
-        outcome="ok",
-    )

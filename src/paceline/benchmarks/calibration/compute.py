@@ -7,8 +7,8 @@ full as in training.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,182 +33,144 @@ _OPTIMIZER_TENSORS = 8
 _OPTIMIZER_ELEMENTS = 2**20
 
 
-class Probe(Protocol):
+class Probe(NamedTuple):
     """One part of a step."""
 
     name: str
+    run: Callable[[int], dict[str, float]]
+    """Runs it repeatedly and returns the seconds of one time, or per unit, by name."""
 
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Runs it repeatedly and returns the seconds of one time, or per unit, by name."""
+
+def make_probes(shapes: ComputeShapes, device: torch.device) -> list[Probe]:
+    """Returns a probe of every shape, and those that no shape makes a difference to."""
+    _require_room(shapes)
+    return [
+        *(_linear(shape, device) for shape in shapes.linears),
+        *(_attention(shape, device) for shape in shapes.attentions),
+        *(make(device) for make in (_stream, _copy, _call, _optimizer)),
+    ]
 
 
-class LinearProbe:
+def _linear(shape: LinearShape, device: torch.device) -> Probe:
     """A linear layer: its output, then the gradients of its input and weight."""
+    layers: Iterator[tuple[Tensor, Tensor, Tensor]] = zip(
+        itertools.cycle(_several(shape.outputs, shape.inputs, device)),
+        itertools.cycle(_several(shape.tokens, shape.inputs, device)),
+        itertools.cycle(_several(shape.tokens, shape.outputs, device)),
+    )
 
-    def __init__(self, shape: LinearShape, device: torch.device) -> None:
-        self.name = f"linear {shape.tokens} x {shape.inputs} x {shape.outputs}"
-        self._device = device
-        weights = _several(shape.outputs, shape.inputs, device)
-        inputs = _several(shape.tokens, shape.inputs, device)
-        gradients = _several(shape.tokens, shape.outputs, device)
-        self._next: Iterator[tuple[Tensor, Tensor, Tensor]] = zip(
-            itertools.cycle(weights), itertools.cycle(inputs), itertools.cycle(gradients)
-        )
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times the layers of a step, one after the other."""
-        watch = Stopwatch(self._device)
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
         for _ in range(repetitions):
-            weight, x, _gradient = next(self._next)
+            weight, x, _gradient = next(layers)
             F.linear(x, weight)
         forward_s = watch.lap()
         for _ in range(repetitions):
-            weight, x, gradient = next(self._next)
+            weight, x, gradient = next(layers)
             torch.mm(gradient, weight)
             torch.mm(gradient.t(), x)
-        backward_s = watch.lap()
-        return {
-            "forward_time_s": forward_s / repetitions,
-            "backward_time_s": backward_s / repetitions,
-        }
+        return _both_passes(forward_s, watch.lap(), repetitions)
+
+    return Probe(f"linear {shape.tokens} x {shape.inputs} x {shape.outputs}", run)
 
 
-class AttentionProbe:
+def _attention(shape: AttentionShape, device: torch.device) -> Probe:
     """Causal attention, forward and backward."""
+    query, key, value = inputs = [
+        torch.randn(
+            *(shape.num_sequences, heads, shape.context, shape.head_dim),
+            device=device,
+            requires_grad=True,
+        )
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    ]
+    gradient = torch.randn_like(query)
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.name = f"attention {shape}"
-        self._device = device
-        self._inputs = [
-            torch.randn(
-                shape.num_sequences,
-                heads,
-                shape.context,
-                shape.head_dim,
-                device=device,
-                requires_grad=True,
-            )
-            for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        ]
-        self._gradient = torch.randn_like(self._inputs[0])
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times the attention of as many layers."""
-        query, key, value = self._inputs
-        watch = Stopwatch(self._device)
-        mixed = [
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
+        layers = [
             attention(query, key, value, causal=True, implementation="auto")
             for _ in range(repetitions)
         ]
         forward_s = watch.lap()
-        for layer in mixed:
-            torch.autograd.grad(layer, self._inputs, self._gradient)
-        backward_s = watch.lap()
-        return {
-            "forward_time_s": forward_s / repetitions,
-            "backward_time_s": backward_s / repetitions,
-        }
+        for layer in layers:
+            torch.autograd.grad(layer, inputs, gradient)
+        return _both_passes(forward_s, watch.lap(), repetitions)
+
+    return Probe(f"attention {shape}", run)
 
 
-class StreamProbe:
+def _stream(device: torch.device) -> Probe:
     """Elementwise operations whose results are kept, as activations are."""
+    rows = torch.randn(4, _STREAM_ELEMENTS, device=device).unbind()
 
-    name = "stream"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inputs = torch.randn(4, _STREAM_ELEMENTS, device=device)
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times sums of two tensors: three passes over the elements each."""
-        rows = self._inputs.unbind()
-        watch = Stopwatch(self._device)
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
         for _ in range(repetitions):
             kept = []
             for index in range(_STREAM_RESULTS):
                 kept.append(rows[index % 4] + rows[(index + 1) % 4])
-        num_elements = repetitions * _STREAM_RESULTS * _STREAM_ELEMENTS
-        return {"element_time_s": watch.lap() / (3 * num_elements)}
+        # A sum of two tensors is three passes over the elements.
+        num_elements = 3 * repetitions * _STREAM_RESULTS * _STREAM_ELEMENTS
+        return {"element_time_s": watch.lap() / num_elements}
+
+    return Probe("stream", run)
 
 
-class CopyProbe:
+def _copy(device: torch.device) -> Probe:
     """A copy of one large stretch of memory to another."""
+    source = torch.randn(_COPY_ELEMENTS, device=device)
+    target = torch.empty_like(source)
 
-    name = "copy"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._source = torch.randn(_COPY_ELEMENTS, device=device)
-        self._target = torch.empty_like(self._source)
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times copies: two passes over the elements each."""
-        watch = Stopwatch(self._device)
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
         for _ in range(repetitions):
-            self._target.copy_(self._source)
+            target.copy_(source)
+        # A copy is two passes over the elements.
         return {"element_time_s": watch.lap() / (2 * repetitions * _COPY_ELEMENTS)}
 
+    return Probe("copy", run)
 
-class CallProbe:
-    """Operators on next to nothing, recorded for backward."""
 
-    name = "call"
+def _call(device: torch.device) -> Probe:
+    """A chain of operators on next to nothing, recorded for backward."""
+    one = torch.zeros(1, device=device, requires_grad=True)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._input = torch.zeros(1, device=device, requires_grad=True)
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times a chain of operators, forward and backward, per operator."""
-        num_calls = repetitions * _CALLS
-        watch = Stopwatch(self._device)
-        x = self._input
-        for _ in range(num_calls):
-            x = x + self._input
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
+        x = one
+        for _ in range(repetitions * _CALLS):
+            x = x + one
         forward_s = watch.lap()
-        torch.autograd.grad(x, self._input)
-        return {"forward_time_s": forward_s / num_calls, "backward_time_s": watch.lap() / num_calls}
+        torch.autograd.grad(x, one)
+        return _both_passes(forward_s, watch.lap(), repetitions * _CALLS)
+
+    return Probe("call", run)
 
 
-class OptimizerProbe:
+def _optimizer(device: torch.device) -> Probe:
     """A step of fused AdamW."""
+    parameters = [
+        torch.zeros(_OPTIMIZER_ELEMENTS, device=device, requires_grad=True)
+        for _ in range(_OPTIMIZER_TENSORS)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    optimizer.step()
 
-    name = "optimizer"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        parameters = [
-            torch.zeros(_OPTIMIZER_ELEMENTS, device=device, requires_grad=True)
-            for _ in range(_OPTIMIZER_TENSORS)
-        ]
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        self._optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-        self._optimizer.step()
-
-    def run(self, repetitions: int) -> dict[str, float]:
-        """Times steps, per parameter that they update."""
-        watch = Stopwatch(self._device)
+    def run(repetitions: int) -> dict[str, float]:
+        watch = Stopwatch(device)
         for _ in range(repetitions):
-            self._optimizer.step()
+            optimizer.step()
         num_elements = repetitions * _OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS
         return {"element_time_s": watch.lap() / num_elements}
 
+    return Probe("optimizer", run)
 
-def make_probes(shapes: ComputeShapes, device: torch.device) -> Sequence[Probe]:
-    """Returns a probe of every shape, and those that no shape makes a difference to."""
-    _require_room(shapes)
-    general: list[Callable[[torch.device], Probe]] = [
-        StreamProbe,
-        CopyProbe,
-        CallProbe,
-        OptimizerProbe,
-    ]
-    return [
-        *(LinearProbe(shape, device) for shape in shapes.linears),
-        *(AttentionProbe(shape, device) for shape in shapes.attentions),
-        *(make(device) for make in general),
-    ]
+
+def _both_passes(forward_s: float, backward_s: float, count: int) -> dict[str, float]:
+    return {"forward_time_s": forward_s / count, "backward_time_s": backward_s / count}
 
 
 def _require_room(shapes: ComputeShapes) -> None:

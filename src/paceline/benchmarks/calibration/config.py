@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from paceline.benchmarks.harness.config import DeviceName, ModelName, ShapeOverrides
-from paceline.benchmarks.strategies.config import require_ranks
+from paceline.benchmarks.harness.config import ModelName, RankSweep, ShapeOverrides
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape, require_buildable, require_context
@@ -43,14 +42,14 @@ class AttentionShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeShapes:
-    """What is timed of computing, each shape once."""
+    """Shapes to time, each once."""
 
     linears: tuple[LinearShape, ...]
     attentions: tuple[AttentionShape, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrationSweep:
+class CalibrationSweep(RankSweep):
     """Measure what this machine reaches on the parts of a training step."""
 
     model: tuple[ModelName, ...] = ("bytes-34M",)
@@ -59,11 +58,6 @@ class CalibrationSweep:
     """Sequences per rank and step."""
     context: int = 128
     """Context length, in tokens."""
-    world_size: int | None = None
-    """Ranks to start, by default 2, which all compute at the same time, as in training; under
-    torchrun, Slurm or the lab the ranks are there already, and this must be left out."""
-    device: DeviceName = "auto"
-    """cuda measures NCCL between GPUs, cpu gloo."""
     time_limit_s: float = 45.0
     """Seconds for all of it, about half for computing and half for communication; starting ranks
     and slow links come on top."""
@@ -72,7 +66,7 @@ class CalibrationSweep:
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
 
     def __post_init__(self) -> None:
-        require_ranks(self.world_size, time_limit_s=self.time_limit_s, timeout_s=self.timeout_s)
+        super().__post_init__()
         if not self.model or not self.batch:
             raise UsageError("calibrate needs at least one --model and one --batch")
 

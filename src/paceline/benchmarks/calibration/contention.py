@@ -1,9 +1,9 @@
 """What computing and communicating cost each other when they go on at the same time.
 
-Phases, on every rank: products alone; messages alone, one after the other; then messages again,
-with products in between looking whether one has arrived, until all have. What computing lost is the
-time of that third phase that its products would not have taken alone; how much slower messages
-were is its length over the second's.
+Phases, on every rank: matmuls; then messages, one after the other; then messages again, with
+matmuls meanwhile until each has arrived. What computing lost is the time of the third phase that
+its matmuls would not have taken in the first; how much slower messages were is its length over the
+second's.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ _MOST_MESSAGES = 300
 # Few and long: after a pause, ranks may share a core for a tenth of a second before the scheduler
 # parts them.
 _REPETITIONS = 4
-# A product takes a quarter of a millisecond of a core: an arrival is noticed when one is over, and
+# A matmul takes a quarter of a millisecond of a core: an arrival is noticed when one is over, and
 # what it is noticed late by is taken for a slowdown.
-_PRODUCT_WIDTH = 256
-_PRODUCTS_ALONE = 400
+_MATMUL_WIDTH = 256
+_MATMULS = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class ContentionTimes:
     lost_s_per_byte: list[float]
     """Seconds that computing loses to each byte that is sent meanwhile, repeatedly."""
     slowdown: list[float]
-    """How much longer messages take while computing goes on, repeatedly."""
+    """Time of messages with matmuls meanwhile over their time without, repeatedly."""
 
 
 class _Together:
-    """Products and messages of one rank."""
+    """Matmuls and messages of one rank."""
 
     def __init__(self, operation: Operation, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class _Together:
             "gather_from_owners": lambda: start_all_gather(self.message, borders, self._group),
         }
         self._start = starts[operation]
-        self._factors = torch.randn(2, _PRODUCT_WIDTH, _PRODUCT_WIDTH, device=device)
+        self._factors = torch.randn(2, _MATMUL_WIDTH, _MATMUL_WIDTH, device=device)
 
     def _start_all_reduce(self) -> Pending:
         work = dist.all_reduce(self.message, group=self._group, async_op=True)
@@ -66,72 +66,72 @@ class _Together:
 
     def _multiply(self) -> None:
         torch.mm(self._factors[0], self._factors[1])
-        self._wait_for_products()
+        self._wait_for_matmuls()
 
-    def _wait_for_products(self) -> None:
-        """Waits for this program's stream alone: the device would also wait for messages."""
+    def _wait_for_matmuls(self) -> None:
+        """Waits for this program's stream only: the device would also wait for messages."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def products_alone_s(self) -> float:
-        """Returns the seconds of one product."""
+    def matmul_s(self) -> float:
+        """Returns the seconds of one matmul, with nothing in flight."""
         began = time.perf_counter()
-        for _ in range(_PRODUCTS_ALONE):
+        for _ in range(_MATMULS):
             self._multiply()
-        return (time.perf_counter() - began) / _PRODUCTS_ALONE
+        return (time.perf_counter() - began) / _MATMULS
 
-    def messages_alone_s(self, num_messages: int) -> float:
+    def messages_s(self, num_messages: int) -> float:
         """Returns the seconds of messages, one after the other."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(num_messages):
             self._start().wait()
             # A wait on a GPU only makes its stream wait.
-            self._wait_for_products()
+            self._wait_for_matmuls()
         return time.perf_counter() - began
 
     def together_s(self, num_messages: int) -> tuple[float, int]:
-        """Returns the seconds of as many messages with products meanwhile, and their number."""
+        """Returns the seconds of as many messages with matmuls meanwhile, and their number."""
         dist.barrier()
-        num_products = 0
+        num_matmuls = 0
         began = time.perf_counter()
         for _ in range(num_messages):
             pending = self._start()
             while not pending.is_completed():
                 self._multiply()
-                num_products += 1
+                num_matmuls += 1
             pending.wait()
-            self._wait_for_products()
-        return time.perf_counter() - began, num_products
+            self._wait_for_matmuls()
+        return time.perf_counter() - began, num_matmuls
 
 
 def measure_contention(
-    device: torch.device, operation: Operation, alone: CollectiveTimes, time_limit_s: float
+    device: torch.device, operation: Operation, undisturbed: CollectiveTimes, time_limit_s: float
 ) -> ContentionTimes:
     """Measures one operation; all ranks call it together.
 
     Args:
         device: This rank's.
         operation: What to send.
-        alone: What a message of about that size takes, by which their number is chosen.
+        undisturbed: What a message of about that size takes, by which their number is chosen.
         time_limit_s: Seconds for all phases together.
     """
     together = _Together(operation, device)
-    expected_s = sorted(alone.samples)[len(alone.samples) // 2]
-    expected_s *= together.message.nbytes / alone.size_bytes
+    expected_s = sorted(undisturbed.samples)[len(undisturbed.samples) // 2]
+    expected_s *= together.message.nbytes / undisturbed.size_bytes
     num_messages = int(time_limit_s / _REPETITIONS / 2 / expected_s)
     num_messages = max(1, min(num_messages, _MOST_MESSAGES))
     sent = num_messages * together.message.nbytes
-    together.products_alone_s()
+    together.matmul_s()
     together.together_s(1)
     lost, slower = [], []
     for _ in range(_REPETITIONS):
-        before_s = together.products_alone_s()
-        alone_s = together.messages_alone_s(num_messages)
-        both_s, num_products = together.together_s(num_messages)
-        product_s = (before_s + together.products_alone_s()) / 2
-        lost.append(max(0.0, both_s - num_products * product_s) / sent)
-        slower.append(both_s / alone_s)
+        before_s = together.matmul_s()
+        messages_s = together.messages_s(num_messages)
+        both_s, num_matmuls = together.together_s(num_messages)
+        one_matmul_s = (before_s + together.matmul_s()) / 2
+        lost.append(max(0.0, both_s - num_matmuls * one_matmul_s) / sent)
+        slower.append(both_s / messages_s)
     return ContentionTimes(
         size_bytes=together.message.nbytes,
         lost_s_per_byte=mean_over_ranks(lost, device),

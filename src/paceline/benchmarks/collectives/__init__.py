@@ -1,1 +1,1 @@
-"""Collectives measured alone: all-reduce, all-gather and the others by size."""
+"""Collectives by size: all-reduce, all-gather, reduce-scatter and others."""

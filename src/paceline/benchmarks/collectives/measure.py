@@ -135,12 +135,12 @@ class CollectiveTimes:
     """What all ranks agree on about one case."""
 
     size_bytes: int
-    """What was really moved: the size that was asked for, in whole elements for each rank."""
+    """Bytes really moved: the size of the case in whole elements for each rank."""
     samples: list[float]
     """The slowest rank's seconds of each repetition."""
 
 
-def measure_collective(case: CollectiveCase, device: torch.device) -> CollectiveTimes:
+def measure_collective(device: torch.device, case: CollectiveCase) -> CollectiveTimes:
     """Measures one case; an error anywhere in it names rank, operation and size."""
     try:
         return _measure(Collective(case.operation, case.size_bytes, device), case, device)

@@ -1,19 +1,18 @@
 """From collectives to records, on ranks that are there already or are started for it."""
 
 import collections
-from collections.abc import Iterator, Sequence
+import functools
+import statistics
+from collections.abc import Iterator
 from typing import TypeAlias
-
-import torch
 
 from paceline.accounting.communication.alpha_beta_fit import find_warnings, fit_collective
 from paceline.accounting.communication.collectives import bus_factor
 from paceline.benchmarks.collectives.config import CollectiveCase, CollectiveSweep
 from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
-from paceline.benchmarks.harness.devices import current_environment
-from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, measuring_ranks
+from paceline.benchmarks.harness.ranks import MeasuringRanks, measuring_ranks
+from paceline.benchmarks.harness.records import Numbers, measured
 from paceline.core.collectives import Operation
-from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.links import find_link
 
@@ -53,29 +52,24 @@ def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Reco
             "warmup": case.warmup,
             "steps": case.steps,
         }
-        try:
-            times: CollectiveTimes = ranks.run(_measure_on_rank, case)
-        except PacelineError as error:
-            if not ranks.survives_failure:
-                raise
-            yield _record("comm", fields, {}, reason=failure_reason(error))
+        times: CollectiveTimes | None
+        times, reason = ranks.attempt(functools.partial(ranks.run, measure_collective, case))
+        if times is None:
+            yield measured("comm", fields, {}, outcome="failed", reason=reason)
             continue
         samples[case.operation][times.size_bytes] = times.samples
-        yield _record("comm", fields, _metrics(case, times, ranks.world_size))
+        yield measured("comm", fields, _numbers(case, times, ranks.world_size))
     for operation, by_size in samples.items():
         if len(by_size) > 1:
             yield from fit_records(operation, by_size, topology)
 
 
-def _metrics(case: CollectiveCase, times: CollectiveTimes, world_size: int) -> dict[str, Metric]:
-    time_s = Metric.from_samples(times.samples)
-    algorithm = times.size_bytes / time_s.value
+def _numbers(case: CollectiveCase, times: CollectiveTimes, world_size: int) -> Numbers:
+    algorithm = times.size_bytes / statistics.median(times.samples)
     return {
-        "time_s": time_s,
-        "algorithm_bandwidth_bytes_per_s": Metric(value=algorithm),
-        "bus_bandwidth_bytes_per_s": Metric(
-            value=algorithm * float(bus_factor(case.operation, world_size))
-        ),
+        "time_s": times.samples,
+        "algorithm_bandwidth_bytes_per_s": algorithm,
+        "bus_bandwidth_bytes_per_s": algorithm * float(bus_factor(case.operation, world_size)),
     }
 
 
@@ -87,7 +81,7 @@ def fit_records(
     largest = max(samples)
     world_size = int(str(topology["world_size"]))
     link = find_link(topology)
-    fastest = largest / Metric.from_samples(samples[largest]).value
+    fastest = largest / statistics.median(samples[largest])
     warnings = find_warnings(
         fit,
         bus_bytes_per_s=fastest * float(bus_factor(operation, world_size)),
@@ -100,7 +94,7 @@ def fit_records(
         }
         if segment.bytes_per_s is not None:
             metrics["algorithm_bandwidth_bytes_per_s"] = Metric.from_estimate(segment.bytes_per_s)
-        yield _record(
+        yield measured(
             "collective_fit",
             {
                 "operation": operation,
@@ -111,26 +105,3 @@ def fit_records(
             metrics,
             warnings=[str(warning) for warning in warnings],
         )
-
-
-def _measure_on_rank(device: torch.device, case: CollectiveCase) -> CollectiveTimes:
-    return measure_collective(case, device)
-
-
-def _record(
-    kind: str,
-    case: dict[str, CaseValue],
-    metrics: dict[str, Metric],
-    *,
-    reason: str | None = None,
-    warnings: Sequence[str] = (),
-) -> Record:
-    return Record(
-        kind=kind,
-        case=case,
-        environment=current_environment(),
-        metrics=metrics,
-        outcome="ok" if reason is None else "failed",
-        reason=reason,
-        warnings=tuple(warnings),
-    )

@@ -57,6 +57,27 @@ class RunLimits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSweep:
+    """Options of every measurement on several ranks."""
+
+    world_size: int | None = None
+    """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
+    and this must be left out."""
+    device: DeviceName = "auto"
+    """cuda measures NCCL between GPUs, cpu gloo."""
+    timeout_s: float = 300.0
+    """Seconds after which a collective that makes no progress is an error."""
+    time_limit_s: float = 300.0
+    """Seconds of measuring per case; what was measured by then, at least once, is the result."""
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and self.world_size < 1:
+            raise UsageError("--world-size must be at least 1")
+        if not (self.time_limit_s > 0 and self.timeout_s > 0):
+            raise UsageError("--time-limit-s and --timeout-s must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeOverrides:
     """Dimensions that replace those of a preset, for a shape that has no name."""
 

@@ -22,7 +22,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareLocation:
-    """Where a case runs, as its record says it."""
+    """The hardware that a case runs on, as its record has it."""
 
     device: str
     """cpu or cuda."""

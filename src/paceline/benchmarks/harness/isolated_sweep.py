@@ -1,7 +1,7 @@
 """From cases to records: what cannot run or fit is skipped, the rest runs in isolation."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -9,13 +9,13 @@ import torch
 from paceline.benchmarks.harness.config import DeviceName, RunLimits
 from paceline.benchmarks.harness.devices import (
     HardwareLocation,
-    current_environment,
     describe_hardware,
     resolve_device,
 )
 from paceline.benchmarks.harness.isolation import run_isolated
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import usable_memory_bytes
+from paceline.benchmarks.harness.records import measured
 from paceline.core.units import GIB, format_binary_bytes
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import Outcome
@@ -51,10 +51,17 @@ class Subject(Generic[Case]):
     """Why a case cannot run on a device, whatever its size; by default nothing is in the way."""
 
 
-def isolated_record(
+def isolated_records(
+    subject: Subject[Case], cases: Iterable[Case], limits: RunLimits, on_progress: Progress
+) -> Iterator[Record]:
+    """Measures every case; a failure is a record, not the end."""
+    for case in cases:
+        yield _isolated_record(subject, case, limits, on_progress)
+
+
+def _isolated_record(
     subject: Subject[Case], case: Case, limits: RunLimits, on_progress: Progress
 ) -> Record:
-    """Measures a case, or says why not; a failure is a record, not the end."""
     device = resolve_device(case.device)
     usable = usable_memory_bytes(device)
     if limits.memory_limit_gib is not None:
@@ -77,11 +84,5 @@ def isolated_record(
             on_progress=on_progress,
         )
         metrics, outcome, reason = run.result or {}, run.outcome, run.reason
-    return Record(
-        kind=subject.kind,
-        case=subject.case_fields(case, describe_hardware(device)),
-        environment=current_environment(),
-        metrics=dict(metrics),
-        outcome=outcome,
-        reason=reason,
-    )
+    fields = subject.case_fields(case, describe_hardware(device))
+    return measured(subject.kind, fields, metrics, outcome=outcome, reason=reason)

@@ -3,15 +3,18 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from paceline.benchmarks.harness.config import RankSweep
 from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
 from paceline.records import CaseValue
 from paceline.records.environment import threads_per_rank
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,16 @@ class MeasuringRanks:
     """Runs ``function(device, *arguments)`` on every rank and returns the first rank's result.
 
     Under a launcher every rank has called this; elsewhere functions and arguments are pickled."""
+
+    def attempt(self, measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
+        """Returns what runs on the ranks come to, or None and why there is nothing."""
+        try:
+            return measure(), None
+        except PacelineError as error:
+            if not self.survives_failure:
+                raise
+            # What a rank said last, without the traceback before it.
+            return None, str(error).strip().rpartition("\n")[2]
 
 
 def measuring_ranks(
@@ -94,30 +107,16 @@ def measuring_ranks(
             )
 
 
-def sweep_ranks(
-    world_size: int | None, *, device: str, timeout_s: float, run_timeout_s: float
-) -> Iterator[MeasuringRanks]:
-    """Yields the one group of ranks of a sweep over strategies: two, if nothing else is asked for.
-
-    Args:
-        world_size: Ranks to start; must be None under a launcher.
-        device: As for `measuring_ranks`.
-        timeout_s: As for `measuring_ranks`.
-        run_timeout_s: As for `measuring_ranks`.
-    """
+def sweep_ranks(sweep: RankSweep, *, grace_s: float) -> Iterator[MeasuringRanks]:
+    """Yields the one group of ranks of a sweep: two, if nothing else is asked for."""
     return measuring_ranks(
-        world_sizes=() if world_size is None else (world_size,),
+        world_sizes=() if sweep.world_size is None else (sweep.world_size,),
         default=(2,),
         flag="--world-size",
-        device=device,
-        timeout_s=timeout_s,
-        run_timeout_s=run_timeout_s,
+        device=sweep.device,
+        timeout_s=sweep.timeout_s,
+        run_timeout_s=sweep.timeout_s + grace_s,
     )
-
-
-def failure_reason(error: PacelineError) -> str:
-    """Returns what a rank said last, without the traceback before it."""
-    return str(error).strip().rpartition("\n")[2]
 
 
 def _on_rank(

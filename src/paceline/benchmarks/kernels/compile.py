@@ -1,7 +1,7 @@
 """What the compiler makes of the attention kernels, for GPUs that need not be there.
 
 Triton compiles ahead of time for any architecture. The result tells how many registers and how
-much shared memory a kernel takes, whether anything spills to memory, and whether the products use
+much shared memory a kernel takes, whether anything spills to memory, and whether matmuls use
 the matrix units. It does not tell how fast it is; beside it stands what arithmetic says at most.
 """
 
@@ -19,14 +19,15 @@ import torch
 
 from paceline.accounting.attention.occupancy import find_multiprocessor, occupancy
 from paceline.accounting.attention.traffic import AttentionKernel, kernel_work
-from paceline.benchmarks.harness.devices import TORCH_DTYPES, current_environment
+from paceline.benchmarks.harness.devices import TORCH_DTYPES
 from paceline.benchmarks.harness.isolation import IsolatedRun, run_isolated
 from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.records import measured
 from paceline.benchmarks.kernels.config import Architecture, KernelCase, KernelSweep
 from paceline.core.device_table import find_device
 from paceline.core.errors import UsageError
 from paceline.core.specs import bytes_per_element
-from paceline.records import CaseValue, Metric, Record
+from paceline.records import CaseValue, Record
 
 if TYPE_CHECKING:
     from paceline.kernels.attention.triton.launch import KernelLaunch
@@ -101,24 +102,12 @@ def _records(
         }
         fields: dict[str, CaseValue] = {
             "kernel": kernel,
-            "architecture": case.architecture,
-            "dtype": case.dtype,
-            "head_dim": case.head_dim,
-            "mask": case.mask,
-            "lengths": case.lengths,
-            "group": case.group,
+            **case._asdict(),
             "triton": version,
             **blocks,
         }
-        metrics = compiled and compiled | _ceiling(kernel, case, blocks, compiled)
-        yield Record(
-            kind="kernel",
-            case=fields,
-            environment=current_environment(),
-            metrics={name: Metric(value=value) for name, value in metrics.items()},
-            outcome=run.outcome,
-            reason=run.reason,
-        )
+        numbers = compiled and compiled | _ceiling(kernel, case, blocks, compiled)
+        yield measured("kernel", fields, numbers, outcome=run.outcome, reason=run.reason)
 
 
 def _ceiling(
@@ -165,7 +154,8 @@ def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[
     target = GPUTarget(*_TARGETS[case.architecture])
     results: dict[str, dict[str, float]] = {}
     for kernel, launch in _launches(case).items():
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        tiling = launch.tiling
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         compiled = triton.compile(launch.source(), target=target, options=options)
         results[kernel] = {
             "block_queries": int(launch.constants["BLOCK_QUERIES"]),

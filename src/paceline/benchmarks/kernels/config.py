@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paceline.benchmarks.harness.config import PrecisionName
 from paceline.core.errors import UsageError
@@ -15,8 +15,7 @@ Lengths = Literal["even", "ragged"]
 _LARGEST_HEAD_DIM = 256
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelCase:
+class KernelCase(NamedTuple):
     """One configuration, of which all kernels of attention are compiled."""
 
     architecture: Architecture
@@ -38,9 +37,9 @@ class KernelSweep:
     head_dim: tuple[int, ...] = (64, 128)
     """Widths of a head."""
     mask: tuple[Mask, ...] = ("causal", "full")
-    """Whether later positions are hidden."""
+    """Masks: causal hides later positions."""
     lengths: tuple[Lengths, ...] = ("even", "ragged")
-    """Whether tiles divide the sequence, which compiles to kernels without masks at its end."""
+    """Lengths of sequences: even ones are divided by the tiles and need no mask at the end."""
     group: tuple[int, ...] = (1, 4)
     """Query heads per key head; more than one compiles to a loop over them."""
 
@@ -52,14 +51,7 @@ class KernelSweep:
 
     def cases(self) -> Iterator[KernelCase]:
         """Yields every combination, architectures in the outer loop."""
-        for architecture, dtype, head_dim, mask, lengths, group in itertools.product(
+        for values in itertools.product(
             self.architecture, self.dtype, self.head_dim, self.mask, self.lengths, self.group
         ):
-            yield KernelCase(
-                architecture=architecture,
-                dtype=dtype,
-                head_dim=head_dim,
-                mask=mask,
-                lengths=lengths,
-                group=group,
-            )
+            yield KernelCase(*values)

@@ -56,25 +56,18 @@ class OptimizerResult:
 
     samples: dict[str, list[float]]
     memory: dict[str, MemoryParts]
-    """By instant."""
+    """Parts of the memory at each instant."""
     resident_bytes: dict[str, int]
     """The most that a process had resident, by instant: all that is not a tensor as well."""
 
 
-class OptimizerStep(StrategyStep):
-    """A training step under a strategy, whose memory is divided by what it holds."""
-
-    def forward_and_backward(self) -> None:
-        """Runs a step up to its optimizer."""
-        self.backward(self.forward())
-
-    def named_bytes(self) -> dict[str, int]:
-        """Returns what this rank's parameters, gradients and optimizer state occupy now."""
-        return {
-            "parameters": storage_bytes(self.parameters()),
-            "gradients": storage_bytes(self.gradients()),
-            "optimizer_state": storage_bytes(self.optimizer_state()),
-        }
+def named_bytes(step: StrategyStep) -> dict[str, int]:
+    """Returns what a rank's parameters, gradients and optimizer state occupy now."""
+    return {
+        "parameters": storage_bytes(step.parameters()),
+        "gradients": storage_bytes(step.gradients()),
+        "optimizer_state": storage_bytes(step.optimizer_state()),
+    }
 
 
 class OptimizerMeasurement:
@@ -85,10 +78,10 @@ class OptimizerMeasurement:
         self.samples: dict[str, list[float]] = {}
         reset_resident_peak()
         self._foreign = storage_bytes(_visible(device))
-        self.step = OptimizerStep(case.step, case.variant, device)
+        self.step = StrategyStep(case.step, case.variant, device)
         self._resident = {"after_init": resident_peak_bytes()}
         self._hidden: list[Tensor] = []
-        named_at_first, at_first = self.step.named_bytes(), self._existing_bytes()
+        named_at_first, at_first = named_bytes(self.step), self._existing_bytes()
         for _ in range(_SETTLING_STEPS):
             self.step.run()
         if isinstance(self.step.model, DistributedDataParallel):
@@ -122,7 +115,7 @@ class OptimizerMeasurement:
         def forward_and_backward() -> None:
             nonlocal named, existing
             self.step.forward_and_backward()
-            named, existing = self.step.named_bytes(), self._existing_bytes()
+            named, existing = named_bytes(self.step), self._existing_bytes()
 
         peaks = step_peaks(
             self.device,
@@ -145,7 +138,7 @@ class OptimizerMeasurement:
     def time_steps(self, *, warmup: int, steps: int, time_limit_s: float) -> None:
         """Times steps that follow each other at once, as in training.
 
-        What a step leaves under way, such as parameters for the next forward pass, is waited for
+        What a step leaves in flight, such as parameters for the next forward pass, is waited for
         in the next one: a pause between the two would hide it.
         """
         dist.barrier()

@@ -54,7 +54,7 @@ class StepSweep:
     batch: int = 4
     """Sequences per step."""
     phase: tuple[Phase, ...] = ("train",)
-    """How much of a step to run: train includes AdamW."""
+    """Part of a step to run: train includes AdamW."""
     precision: tuple[PrecisionName, ...] = ("float32",)
     """dtypes to compute in; bfloat16 and float16 are autocast."""
     compile: bool = False
@@ -71,7 +71,7 @@ class StepSweep:
     steps: int = 10
     """Steps to measure."""
     device: DeviceName = "auto"
-    """Where to run."""
+    """Device to run on."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
     limits: RunLimits = dataclasses.field(default_factory=RunLimits)
 

@@ -6,7 +6,7 @@ by itself, because following every Python line makes it several times slower.
 
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ from paceline.benchmarks.harness.devices import (
 )
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import storage_bytes, usable_memory_bytes
+from paceline.benchmarks.harness.records import measured, predicted
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.step.training_step import TrainingStep, step_case_fields
 from paceline.core.errors import UsageError
@@ -28,9 +29,8 @@ from paceline.core.specs import bytes_per_element, precision_preset
 from paceline.core.units import format_binary_bytes
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
-from paceline.records import CaseValue, Metric, Record
-from paceline.records.kinds import PREDICTION, PREDICTS
-from paceline.traces.capture.profiler import record_memory, record_trace
+from paceline.records import Record
+from paceline.traces.capture.profiler import profiling, record_memory
 from paceline.traces.events.op_classes import OpClass
 from paceline.traces.memory.allocations import read_allocations
 from paceline.traces.memory.timeline import Category, MemoryTimeline, memory_timeline
@@ -49,7 +49,7 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
     for completed in range(case.warmup):
         step.run()
         on_progress(completed + 1, total)
-    with record_trace(trace, device):
+    with profiling(trace, device, shapes=True):
         for completed in range(case.steps):
             with named_range(STEP):
                 step.run()
@@ -110,32 +110,21 @@ def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
     return memory_timeline(trace, resident=resident, gradient_addresses=gradient_addresses)
 
 
-def _record(kind: str, case: dict[str, CaseValue], metrics: Mapping[str, float]) -> Record:
-    return Record(
-        kind=kind,
-        case=case,
-        environment=current_environment(),
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
-
-
 def _flops_predictions(case: StepCase) -> list[Record]:
-    """Returns what the matrix products of each phase should take, by the formula."""
+    """Returns the FLOPs that the matmuls of each phase should take, by the formula."""
     flops = flops_per_token(case.shape, case.batch.context_length)
     expected = {FORWARD: flops.forward}
     if case.phase != "forward":
         expected[BACKWARD] = flops.backward
+    fields = {
+        "subject": _subject(case),
+        "work": OpClass.MATMUL,
+        "operator": ALL_OPERATORS,
+    }
     return [
-        _record(
-            PREDICTION,
-            {
-                PREDICTS: "operator",
-                "subject": _subject(case),
-                "range": short_name(name),
-                "work": OpClass.MATMUL,
-                "operator": ALL_OPERATORS,
-            },
+        predicted(
+            "operator",
+            {**fields, "range": short_name(name)},
             {"flops": per_token * case.batch.tokens_per_pass},
         )
         for name, per_token in expected.items()
@@ -145,21 +134,16 @@ def _flops_predictions(case: StepCase) -> list[Record]:
 def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeline) -> list[Record]:
     """Returns memory over the step, and what the formulas expect of its resident parts."""
     fields = step_case_fields(case, describe_hardware(device))
-    metrics = {"peak_bytes": Metric(value=timeline.peak_bytes)}
-    metrics["time_s"] = Metric.from_samples(timeline.times_s)
+    numbers: dict[str, float | Sequence[float]] = {
+        "peak_bytes": timeline.peak_bytes,
+        "time_s": timeline.times_s,
+    }
     for category, values in timeline.num_bytes.items():
-        metrics[f"{category}_bytes"] = Metric.from_samples(values)
-        metrics[f"{category}_at_peak_bytes"] = Metric(value=timeline.peak_by_category[category])
+        numbers[f"{category}_bytes"] = values
+        numbers[f"{category}_at_peak_bytes"] = timeline.peak_by_category[category]
     for name, (_start, end) in timeline.phases_s.items():
         if name in (FORWARD, BACKWARD, OPTIMIZER):
-            metrics[f"{short_name(name)}_end_s"] = Metric(value=end)
-    measured = Record(
-        kind="memory_timeline",
-        case=fields,
-        environment=current_environment(),
-        metrics=metrics,
-        outcome="ok",
-    )
+            numbers[f"{short_name(name)}_end_s"] = end
     precision = precision_preset(case.precision)
     num_parameters = count_parameters(case.shape).total
     moments = 2 * bytes_per_element(precision.optimizer_state) if case.phase == "train" else 0
@@ -168,12 +152,15 @@ def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeli
         "optimizer_state_at_peak_bytes": num_parameters * moments,
         "peak_bytes": minimum_step_bytes(case.shape, case.batch, precision, case.phase),
     }
-    return [measured, _record(PREDICTION, {PREDICTS: "memory_timeline", **fields}, expected)]
+    return [
+        measured("memory_timeline", fields, numbers),
+        predicted("memory_timeline", fields, expected),
+    ]
 
 
 def _allocation_records(case: StepCase, timeline: MemoryTimeline) -> list[Record]:
     return [
-        _record(
+        measured(
             "allocation",
             {
                 "subject": _subject(case),

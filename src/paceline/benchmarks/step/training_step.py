@@ -142,7 +142,7 @@ class TrainingStep:
 
             return phase
 
-        phases = {"before_optimizer": self._forward_and_backward}
+        phases = {"before_optimizer": self.forward_and_backward}
         if self.phase == "train":
             phases["after_optimizer"] = self.optimizer_step
         peaks = step_peaks(
@@ -154,7 +154,8 @@ class TrainingStep:
             f"resident_peak_{name}_bytes": value for name, value in resident.items()
         }
 
-    def _forward_and_backward(self) -> None:
+    def forward_and_backward(self) -> None:
+        """Runs a step up to its optimizer."""
         loss = self.forward()
         if self.phase != "forward":
             self.backward(loss)

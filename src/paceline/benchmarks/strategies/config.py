@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from paceline.benchmarks.harness.config import (
-    DeviceName,
     ModelName,
     PrecisionName,
+    RankSweep,
     ShapeOverrides,
     StrategyChoice,
     require_counts,
@@ -32,7 +32,7 @@ class Variant:
 
     strategy: StrategyName
     bucket_size_mb: BucketSize | None
-    """In MiB; None for strategies without buckets."""
+    """Bucket size in MiB; None for strategies without buckets."""
 
     @property
     def label(self) -> str:
@@ -57,16 +57,11 @@ AUTO_WARMUP = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelSweep:
-    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
+class StrategySweep(RankSweep):
+    """Options of every measurement of strategies."""
 
     strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed")
     """Strategies to compare; ratios are to the first."""
-    bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
-    """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""
-    world_size: int | None = None
-    """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
-    and this must be left out."""
     model: tuple[ModelName, ...] = ("small",)
     """Presets to measure."""
     batch: int = 4
@@ -75,28 +70,49 @@ class DataParallelSweep:
     """Context length, in tokens."""
     precision: PrecisionName = "float32"
     """dtype to compute in; bfloat16 and float16 are autocast."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward."""
+    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unscaled(self.strategies, self.precision)
+
+    def step_sweep(self, *, warmup: int, steps: int) -> StepSweep:
+        """Returns the steps that are measured under every strategy."""
+        return StepSweep(
+            model=self.model,
+            context=(self.context,),
+            batch=self.batch,
+            precision=(self.precision,),
+            activation_checkpointing=self.activation_checkpointing,
+            warmup=(warmup,),
+            steps=steps,
+            device=self.device,
+            shape=self.shape,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelSweep(StrategySweep):
+    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
+
+    bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
+    """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
     """Compile each block on its own."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each block's activations during backward."""
     warmup: int = 5
     """Rounds to run before measuring; auto needs five."""
     rounds: int = 20
     """Rounds to measure: one step of every strategy."""
-    device: DeviceName = "auto"
-    """cuda measures NCCL between GPUs, cpu gloo."""
     time_limit_s: float = 900.0
     """Seconds of rounds per model; what was measured by then, at least one round, is the result."""
-    timeout_s: float = 300.0
-    """Seconds after which a collective that makes no progress is an error."""
-    shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_counts(warmup=(self.warmup,), steps=self.rounds, name="--rounds")
-        require_ranks(self.world_size, time_limit_s=self.time_limit_s, timeout_s=self.timeout_s)
-        require_unscaled(self.strategies, self.precision)
         if "auto" in self.bucket_size_mb and self.warmup < AUTO_WARMUP:
             raise UsageError(f"--warmup must be at least {AUTO_WARMUP} where auto is to choose")
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
@@ -120,26 +136,10 @@ class DataParallelSweep:
     def cases(self) -> Iterator[DataParallelCase]:
         """Yields one case per model, with all strategies."""
         variants = tuple(self.variants())
-        steps = StepSweep(
-            model=self.model,
-            context=(self.context,),
-            batch=self.batch,
-            precision=(self.precision,),
+        steps = dataclasses.replace(
+            self.step_sweep(warmup=self.warmup, steps=self.rounds),
             compile=self.compile,
             compile_blocks=self.compile_blocks,
-            activation_checkpointing=self.activation_checkpointing,
-            warmup=(self.warmup,),
-            steps=self.rounds,
-            device=self.device,
-            shape=self.shape,
         )
         for step in steps.cases() if variants else ():
             yield DataParallelCase(step=step, variants=variants)
-
-
-def require_ranks(world_size: int | None, *, time_limit_s: float, timeout_s: float) -> None:
-    """Raises unless ranks can be started, and given time."""
-    if world_size is not None and world_size < 1:
-        raise UsageError("--world-size must be at least 1")
-    if not (time_limit_s > 0 and timeout_s > 0):
-        raise UsageError("--time-limit-s and --timeout-s must be positive")

@@ -3,9 +3,10 @@
 Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
 own. In every round each strategy takes one step, in an order drawn anew for each round, so that
 what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
-not timed. A step is cut where no message is under way: it begins with the optimizer, which uses the
+not timed. A step is cut where no message is in flight: it begins with the optimizer, which uses the
 gradients that the step before has left, so that parameters which travel during forward are counted
-with it. After the rounds, each strategy's gradients are sent again with nothing else going on.
+with it. After the rounds, each strategy's gradients are sent again with nothing else going on,
+which is its communication time.
 
 A step's time is that of the slowest rank. Its exposed communication is that of the rank that
 waits least after its last gradient: the others also wait for that rank to compute.
@@ -47,7 +48,7 @@ class DataParallelStep(StrategyStep):
     def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
         self._last_gradient: Moment | None = None
         super().__init__(case.step, variant, device)
-        self.backward(self.forward())
+        self.forward_and_backward()
         self.range_name = step_range(variant.label)
 
     def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
@@ -77,7 +78,7 @@ class DataParallelStep(StrategyStep):
         moments.append(now(self.device))
         self.backward(loss)
         if isinstance(self.model, ShardedDataParallel):
-            # Only one that steps in backward has parameters under way here.
+            # Only one that steps in backward has parameters in flight here.
             self.model.wait_for_parameters()
         moments.append(now(self.device))
         synchronize(self.device)
@@ -103,11 +104,11 @@ class DataParallelStep(StrategyStep):
         peaks = step_peaks(
             self.device,
             resident_tensors=[*self.resident_tensors(), *kept],
-            phases={"step": lambda: self.backward(self.forward())},
+            phases={"step": self.forward_and_backward},
         )
         return {"gradient_bytes": gradient_bytes, "peak_before_optimizer_bytes": peaks["step"]}
 
-    def send_messages_alone(self) -> float:
+    def time_communication(self) -> float:
         """Returns the seconds that the last step's messages take when nothing else goes on."""
         messages = [
             torch.zeros(size // 4, device=self.device) for size in message_sizes(self.model)
@@ -165,7 +166,7 @@ class Comparison:
         return reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, self.device)[0]
 
     def results(self) -> list[VariantResult]:
-        """Sends messages alone, takes the memory, and joins what the ranks have measured."""
+        """Times communication, takes the memory, and joins what the ranks have measured."""
         return [
             self._result(step, samples)
             for step, samples in zip(self.steps, self.samples, strict=True)
@@ -173,7 +174,7 @@ class Comparison:
 
     def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:
         if message_sizes(step.model):
-            samples[COMMUNICATION] = [step.send_messages_alone() for _ in range(_BARE_REPETITIONS)]
+            samples[COMMUNICATION] = [step.time_communication() for _ in range(_BARE_REPETITIONS)]
         joined = {
             name: reduce_numbers(
                 values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX, self.device

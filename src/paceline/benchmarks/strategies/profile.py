@@ -14,25 +14,20 @@ import torch
 import torch.distributed as dist
 
 from paceline.accounting.communication.overlap_simulator import simulate_buckets
-from paceline.benchmarks.harness.devices import current_environment
 from paceline.benchmarks.harness.measure import Progress
-from paceline.benchmarks.harness.ranks import MeasuringRanks
-from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep, Variant
+from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.benchmarks.harness.records import Numbers, measured, predicted
+from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep
 from paceline.benchmarks.strategies.measure import EXPOSED, current
 from paceline.benchmarks.strategies.memory_check import memory_obstacle
-from paceline.benchmarks.strategies.sweep import (
-    case_fields,
-    data_parallel_groups,
-    prepare_and_warm_up,
-)
+from paceline.benchmarks.strategies.sweep import GRACE_S, case_fields, prepare_and_warm_up
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND
 from paceline.parallel.ddp.bucket_size import GroupCost, measure_group
 from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.base import DataParallel
-from paceline.records import Metric, Record
-from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records import Record
 from paceline.traces.capture.profiler import record_ranks
 from paceline.traces.records import part_samples
 from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
@@ -43,9 +38,9 @@ class TracedRounds:
     """What one rank knows of the rounds besides their trace."""
 
     stats: list[list[SynchronizationStats | None]]
-    """By variant and round; None where the container is not ours."""
+    """Figures that containers report, by variant and round; None where one is not ours."""
     cost: GroupCost
-    """Of all-reduces in the group."""
+    """Cost of all-reduces in the group."""
 
 
 def trace_data_parallel(
@@ -56,7 +51,7 @@ def trace_data_parallel(
     if len(cases) != 1:
         raise UsageError("--model: one trace is of one model; name exactly one")
     records: list[Record] = []
-    for ranks in data_parallel_groups(sweep):
+    for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
         strategies = [variant.strategy for variant in cases[0].variants]
         if (obstacle := memory_obstacle(ranks, cases[0].step, strategies)) is not None:
             raise UsageError(obstacle)
@@ -97,25 +92,21 @@ def _records(
         drawn = sorted(range(len(first)), key=lambda round_: first[round_].times.step)[
             len(first) // 2
         ]
+        fields = case_fields(case, variant, ranks)
         for rank, steps in by_rank.items():
-            metrics = {
-                name: Metric.from_samples(values) for name, values in part_samples(steps).items()
-            }
-            metrics |= _details(steps[drawn])
+            numbers = {**part_samples(steps), **_details(steps[drawn])}
             known = [of_round for of_round in stats if of_round is not None]
             if rank == min(by_rank) and known:
-                metrics["reported_exposed_s"] = Metric.from_samples(
-                    [of_round.exposed_wait_s for of_round in known]
-                )
-            yield _record("timeline", case, variant, ranks, rank, metrics)
+                numbers["reported_exposed_s"] = [of_round.exposed_wait_s for of_round in known]
+            yield measured("timeline", {**fields, "rank": rank}, numbers)
         prediction = stats[drawn]
         if prediction is not None:
             backward_s = _start_of(first[drawn], BACKWARD)
-            predicted = _predicted(prediction, traced.cost, backward_s)
-            yield _record(PREDICTION, case, variant, ranks, min(by_rank), predicted)
+            expected = _predict(prediction, traced.cost, backward_s)
+            yield predicted("timeline", {**fields, "rank": min(by_rank)}, expected)
 
 
-def _details(step: StepOverlap) -> dict[str, Metric]:
+def _details(step: StepOverlap) -> dict[str, list[float]]:
     """Returns what a picture of one step is drawn from; seconds from its start."""
     times = step.times
     details = {
@@ -133,9 +124,7 @@ def _details(step: StepOverlap) -> dict[str, Metric]:
     details["drawn_step_s"] = [times.step]
     details["drawn_exposed_s"] = [times.exposed]
     return {
-        name: Metric.from_samples([value * NANOSECOND for value in values])
-        for name, values in details.items()
-        if values
+        name: [value * NANOSECOND for value in values] for name, values in details.items() if values
     }
 
 
@@ -143,38 +132,14 @@ def _start_of(step: StepOverlap, phase: str) -> float:
     return next(span.start for span in step.times.ranges if span.name == phase) * NANOSECOND
 
 
-def _predicted(
-    stats: SynchronizationStats, cost: GroupCost, backward_start_s: float
-) -> dict[str, Metric]:
+def _predict(stats: SynchronizationStats, cost: GroupCost, backward_start_s: float) -> Numbers:
     """Plays the messages of a step through the recurrence, from when they were ready."""
     # What was sent later was ready when backward was over, and waited for its turn.
     ready_s = [min(bucket.launch_s, stats.backward_s) for bucket in stats.buckets]
     communication_s = [cost.fit.time_s(bucket.num_bytes) for bucket in stats.buckets]
     timeline = simulate_buckets(ready_s, communication_s, stats.backward_s)
     return {
-        EXPOSED: Metric(value=timeline.exposed_s),
-        "message_start_s": Metric.from_samples(
-            [start_s + backward_start_s for start_s in timeline.start_s]
-        ),
-        "message_end_s": Metric.from_samples(
-            [finish_s + backward_start_s for finish_s in timeline.finish_s]
-        ),
+        EXPOSED: timeline.exposed_s,
+        "message_start_s": [start_s + backward_start_s for start_s in timeline.start_s],
+        "message_end_s": [finish_s + backward_start_s for finish_s in timeline.finish_s],
     }
-
-
-def _record(
-    kind: str,
-    case: DataParallelCase,
-    variant: Variant,
-    ranks: MeasuringRanks,
-    rank: int,
-    metrics: dict[str, Metric],
-) -> Record:
-    predicts = {PREDICTS: "timeline"} if kind == PREDICTION else {}
-    return Record(
-        kind=kind,
-        case={**predicts, **case_fields(case, variant, ranks), "rank": rank},
-        environment=current_environment(),
-        metrics=metrics,
-        outcome="ok",
-    )

@@ -4,9 +4,9 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from paceline.benchmarks.harness.devices import current_environment
 from paceline.benchmarks.harness.measure import Progress, ratio_metric
-from paceline.benchmarks.harness.ranks import MeasuringRanks, failure_reason, sweep_ranks
+from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.benchmarks.harness.records import Numbers, measured, predicted
 from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep, Variant
 from paceline.benchmarks.strategies.measure import (
     EXPOSED,
@@ -18,34 +18,22 @@ from paceline.benchmarks.strategies.measure import (
 )
 from paceline.benchmarks.strategies.memory_check import memory_obstacle
 from paceline.benchmarks.strategies.step import strategy_case_fields
-from paceline.core.errors import PacelineError
 from paceline.records import CaseValue, Metric, Record
-from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.records.schema import Outcome
 
 _logger = logging.getLogger(__name__)
 
-# What building the models and the first step may take, compilation included.
-_GRACE_S = 600.0
+GRACE_S = 600.0
+"""What building the models and the first step may take, compilation included."""
 
 
 def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures every model under all strategies; yields records on rank 0 only."""
-    for ranks in data_parallel_groups(sweep):
+    for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
         for case in sweep.cases():
             for record in _records_of(sweep, case, ranks, on_progress):
                 if ranks.is_first:
                     yield record
-
-
-def data_parallel_groups(sweep: DataParallelSweep) -> Iterator[MeasuringRanks]:
-    """Yields the group of ranks that a sweep asks for."""
-    return sweep_ranks(
-        sweep.world_size,
-        device=sweep.device,
-        timeout_s=sweep.timeout_s,
-        run_timeout_s=sweep.timeout_s + _GRACE_S,
-    )
 
 
 def prepare_and_warm_up(
@@ -71,18 +59,13 @@ def _records_of(
     outcome: Outcome = "skipped"
     reason = memory_obstacle(ranks, case.step, [variant.strategy for variant in case.variants])
     if reason is None:
-        try:
-            results, outcome = _measure(sweep, case, ranks, on_progress), "ok"
-        except PacelineError as error:
-            if not ranks.survives_failure:
-                raise
-            outcome, reason = "failed", failure_reason(error)
+        results, reason = ranks.attempt(lambda: _measure(sweep, case, ranks, on_progress))
+        outcome = "ok" if reason is None else "failed"
     for index, variant in enumerate(case.variants):
-        yield Record(
-            kind="ddp",
-            case=case_fields(case, variant, ranks),
-            environment=current_environment(),
-            metrics={} if results is None else _metrics(results[index], results[0]),
+        yield measured(
+            "ddp",
+            case_fields(case, variant, ranks),
+            {} if results is None else _numbers(results[index], results[0]),
             outcome=outcome,
             reason=reason,
         )
@@ -98,24 +81,17 @@ def _predictions(
     if choice is None:
         return
     for size, candidate in choice.candidates.items():
-        metrics = {
+        numbers = {
             EXPOSED: candidate.exposed_s,
             "num_messages": candidate.num_buckets,
             "gradient_bytes": result.memory["gradient_bytes"],
             "latency_s": choice.latency_s,
             "algorithm_bandwidth_bytes_per_s": choice.bytes_per_s,
         }
-        yield Record(
-            kind=PREDICTION,
-            case={
-                PREDICTS: "ddp",
-                **case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
-            },
-            environment=current_environment(),
-            metrics={
-                name: Metric(value=value) for name, value in metrics.items() if value is not None
-            },
-            outcome="ok",
+        yield predicted(
+            "ddp",
+            case_fields(case, dataclasses.replace(variant, bucket_size_mb=size), ranks),
+            {name: number for name, number in numbers.items() if number is not None},
         )
 
 
@@ -140,14 +116,14 @@ def _measure(
     return results
 
 
-def _metrics(result: VariantResult, baseline: VariantResult) -> dict[str, Metric]:
-    metrics = {name: Metric.from_samples(values) for name, values in result.samples.items()}
+def _numbers(result: VariantResult, baseline: VariantResult) -> Numbers:
+    numbers: dict[str, Metric | float | list[float]] = {**result.samples, **result.memory}
+    numbers["num_messages"] = result.num_messages
     if result is not baseline:
-        metrics["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
+        numbers["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
     if result.choice is not None:
-        metrics["chosen_bucket_size_mb"] = Metric(value=result.choice.bucket_size_mb)
-    metrics["num_messages"] = Metric(value=result.num_messages)
-    return metrics | {name: Metric(value=value) for name, value in result.memory.items()}
+        numbers["chosen_bucket_size_mb"] = result.choice.bucket_size_mb
+    return numbers
 
 
 def case_fields(

@@ -1,8 +1,8 @@
 """Attention whose memory grows linearly with the sequence: one function over several backends.
 
-On CUDA the Triton kernels of this room compute it, elsewhere, and where they cannot, torch's fused
-attention; tiled PyTorch does so on request. `explain_backend` tells which one it will be, and why.
-A backend that was asked for and cannot is an error that says what to do.
+On CUDA the Triton kernels of this package compute it; elsewhere, and where they cannot, torch's
+fused attention does; tiled PyTorch on request. `explain_backend` tells which one it will be, and
+why. A backend that was asked for and cannot is an error that says what to do.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def explain_backend(
 
     Args:
         device: Where the tensors are.
-        dtype: Their format.
+        dtype: Their dtype.
         head_dim: Width of a head.
         backend: What is asked for; auto leaves the choice.
     """
@@ -255,9 +255,9 @@ def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         problem = "head_dim must be at least 1"
     elif not {query.dtype, key.dtype, value.dtype} <= _DTYPES:
         known = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
-        problem = f"the formats must be of {known}"
+        problem = f"the dtypes must be of {known}"
     elif not query.dtype == key.dtype == value.dtype and not _may_be_cast(query, key, value):
-        problem = "the tensors must have one format; convert them, or use torch.autocast"
+        problem = "the tensors must have one dtype; convert them, or use torch.autocast"
     else:
         return
     got = "; ".join(
@@ -268,7 +268,7 @@ def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _may_be_cast(*tensors: Tensor) -> bool:
-    """Says whether autocast gives all of them one format; it leaves float64 alone."""
+    """Says whether autocast gives all of them one dtype; it does not touch float64."""
     device_type = tensors[0].device.type
     return (
         torch.amp.is_autocast_available(device_type)

@@ -1,7 +1,7 @@
 """Attention and its backward as operators of torch, so that everything in torch can handle them.
 
 Autograd, torch.compile and autocast each learn here what they need: a formula, the shapes of the
-results without computing them, and to which format inputs are cast. The operators take whichever
+results without computing them, and to which dtype inputs are cast. The operators take whichever
 backend they are told; choosing one is not their business.
 
 They are defined through `torch.library.Library` because `torch.library.custom_op`, which is the
@@ -93,8 +93,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Computes the first operator; where there is nothing to see, no backend is asked."""
     if query.numel() == 0 or key.numel() == 0:
-        output, lse = _shapes_of_results(query, key, value, diagonal, scale, backend)
-        return output.zero_(), lse.fill_(float("-inf"))
+        return empty_output(query).zero_(), empty_lse(query, backend).fill_(float("-inf"))
     return find_backend(backend).forward(query, key, value, diagonal=diagonal, scale=scale)
 
 
@@ -122,22 +121,18 @@ def attend_backward(
 
 
 def _shapes_of_results(
-    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
+    query: Tensor, _key: Tensor, _value: Tensor, _diagonal: int | None, _scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     return empty_output(query), empty_lse(query, backend)
 
 
 def _shapes_of_gradients(
-    output_gradient: Tensor,
-    lse_gradient: Tensor | None,
+    _output_gradient: Tensor,
+    _lse_gradient: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    diagonal: int | None,
-    scale: float,
-    backend: str,
+    *_others: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
 
@@ -162,7 +157,7 @@ def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-d
 def _cast_and_attend(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Casts to the format that autocast is set to; like torch's own, it leaves float64 alone."""
+    """Casts to the dtype that autocast is set to; like torch's own, it does not touch float64."""
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):

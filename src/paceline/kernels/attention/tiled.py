@@ -3,11 +3,11 @@
 Forward goes over tiles of keys with a running maximum and sum per query, so that no more than one
 tile of scores exists at a time; all that is kept of them is the logarithm of each query's sum.
 Backward recomputes a tile's probabilities from it. Memory beyond the results is two tiles, and for
-formats below float32 copies of a few heads' keys and values: it grows linearly with the sequence.
+bf16 and fp16 copies of a few heads' keys and values: it grows linearly with the sequence.
 
 A tile spans several heads of a sequence: each operation on it then has enough to do. It ends
 where the last of its queries stops seeing keys, so that work above the diagonal is left out rather
-than masked. Lower formats are computed in float32.
+than masked. bf16 and fp16 are computed in float32.
 """
 
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ class TracePart:
     path: pathlib.Path
     rank: int
     offset_ns: int
-    """What to add to its clock."""
+    """Nanoseconds to add to its clock."""
 
 
 def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:

@@ -25,13 +25,6 @@ _SNAPSHOT_ENTRIES = 1_000_000
 
 
 @contextlib.contextmanager
-def record_trace(path: pathlib.Path, device: torch.device) -> Iterator[None]:
-    """Records what this process does, with the shapes of inputs, and writes a Chrome trace."""
-    with profiling(path, device, shapes=True):
-        yield
-
-
-@contextlib.contextmanager
 def record_memory(
     path: pathlib.Path, device: torch.device, snapshot: pathlib.Path
 ) -> Iterator[None]:
@@ -100,7 +93,7 @@ def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
     recording = min(world_size, MAX_RANKS)
     offset_ns = clock_offset_ns(recording, device)
     part = _part_path(path, rank)
-    with record_trace(part, device) if rank < recording else contextlib.nullcontext():
+    with profiling(part, device, shapes=True) if rank < recording else contextlib.nullcontext():
         yield
     offsets: list[int] = [0] * world_size
     dist.all_gather_object(offsets, offset_ns)

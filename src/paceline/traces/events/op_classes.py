@@ -67,20 +67,20 @@ def op_class_of(name: str) -> OpClass:
 
 
 def matmul_flops(name: str, input_dims: bytes) -> int:
-    """Returns what an operator computes, 2 per multiplication and addition; 0 if not a product.
+    """Returns what an operator computes, 2 per multiplication and addition; 0 if it is no matmul.
 
     Args:
         name: Of an operator of torch.
         input_dims: The profiler's JSON list of its inputs' shapes.
     """
-    if name not in _PRODUCT_INPUTS or not input_dims:
+    if name not in _MATMUL_INPUTS or not input_dims:
         return 0
     try:
         shapes = msgspec.json.decode(input_dims, type=list[list[int]])
-        left, right = (shapes[index] for index in _PRODUCT_INPUTS[name])
-        if name in _ATTENTION_PRODUCTS:
-            # Of every head: products of (length x length x width).
-            flops = _ATTENTION_PRODUCTS[name] * 2 * math.prod(left) * right[-2]
+        left, right = (shapes[index] for index in _MATMUL_INPUTS[name])
+        if name in _ATTENTION_MATMULS:
+            # Of every head: matmuls of (length x length x width).
+            flops = _ATTENTION_MATMULS[name] * 2 * math.prod(left) * right[-2]
         else:
             flops = 2 * math.prod(left) * right[-1]
     except (msgspec.DecodeError, IndexError, RecursionError):
@@ -92,7 +92,7 @@ def matmul_flops(name: str, input_dims: bytes) -> int:
 _MAX_FLOPS = 10**18  # A second of the largest machines there are.
 
 # Where the two factors stand among an operator's inputs.
-_PRODUCT_INPUTS = {
+_MATMUL_INPUTS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
     "aten::addmm": (1, 2),
@@ -100,8 +100,8 @@ _PRODUCT_INPUTS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2),
 }
-# Products of scores' size: two in forward, five in backward with one recomputed.
-_ATTENTION_PRODUCTS = {
+# Matmuls of scores' size: two in forward, five in backward with one recomputed.
+_ATTENTION_MATMULS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": 2,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 5,
 }

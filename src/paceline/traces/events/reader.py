@@ -82,8 +82,6 @@ class TraceReader(Generic[_Kind]):
         """Read so far, after decompression."""
         self.is_truncated = False
         """Whether the file ended before the list of events did; known at the end."""
-        self.footer = b""
-        """The beginning of what follows the list of events; known at the end."""
         self._decode_one: Callable[[bytes], _Kind] = msgspec.json.Decoder(kind).decode
         self._decode_list: Callable[[bytes], list[_Kind]] = msgspec.json.Decoder(
             list[kind]  # type: ignore[valid-type]
@@ -162,7 +160,6 @@ class TraceReader(Generic[_Kind]):
             if position == len(text):
                 return events, b"", False
             if text[position] == "]":
-                self.footer = _as_bytes(text[position + 1 :])
                 return events, b"", True
             end = self._end_of_event(text, position)
             if end is None:
@@ -183,7 +180,8 @@ class TraceReader(Generic[_Kind]):
             deep = "an event that is nested too deeply"
             raise self._error(_as_bytes(text[position:]), deep) from error
         except json.JSONDecodeError as error:
-            if _CUT_OFF.fullmatch(text, error.pos):
+            # The last quote is found at once; the expression looks at every character after it.
+            if text.rfind('"') == error.pos or _CUT_OFF.fullmatch(text, error.pos):
                 return None
             raise self._error(_as_bytes(text[error.pos :]), error.msg) from error
 

@@ -45,7 +45,7 @@ class Spool:
         return begin
 
     def read(self, begin: int, count: int) -> EventTable:
-        """Returns rows from a place on."""
+        """Returns `count` rows from the row `begin` on."""
         self._file.seek(begin * self._row.itemsize)
         return np.frombuffer(self._file.read(count * self._row.itemsize), dtype=self._row)
 

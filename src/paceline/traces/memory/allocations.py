@@ -31,7 +31,7 @@ class Allocation:
     num_bytes: int
     start: float
     end: float | None
-    """None if it was still there in the end."""
+    """Time of the release; None without one."""
     place: str
     operator: str
 
@@ -42,7 +42,7 @@ class AllocationTrace:
 
     allocations: list[Allocation]
     ranges: dict[str, tuple[float, float]]
-    """From the first start to the last end of each name."""
+    """First start and last end by name."""
 
 
 def read_allocations(path: pathlib.Path, *, on_device: bool) -> AllocationTrace:

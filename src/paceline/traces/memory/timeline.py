@@ -33,7 +33,7 @@ class AllocationGroup:
 
     category: Category
     num_bytes: int
-    """Of each."""
+    """Size of one."""
     operator: str
     place: str
     count: int
@@ -44,13 +44,13 @@ class MemoryTimeline:
     """Bytes by category at the moments where they change most."""
 
     times_s: list[float]
-    """From the start of the step."""
+    """Seconds from the start of the step."""
     num_bytes: dict[Category, list[int]]
     peak_bytes: int
     peak_by_category: dict[Category, int]
     phases_s: dict[str, tuple[float, float]]
     largest: list[AllocationGroup]
-    """By the bytes of one, the largest first."""
+    """Groups of allocations, the largest allocation first."""
 
 
 def memory_timeline(
@@ -97,11 +97,9 @@ def memory_timeline(
     peak = int(np.argmax(totals))
     return MemoryTimeline(
         times_s=((times[kept] - begin) / 1e6).tolist(),
-        num_bytes={category: stacked[kept, place].tolist() for place, category in enumerate(order)},
+        num_bytes=dict(zip(order, stacked[kept].T.tolist(), strict=True)),
         peak_bytes=int(totals[peak]),
-        peak_by_category={
-            category: int(stacked[peak, place]) for place, category in enumerate(order)
-        },
+        peak_by_category=dict(zip(order, stacked[peak].tolist(), strict=True)),
         phases_s={
             name: ((start - begin) / 1e6, (end - begin) / 1e6)
             for name, (start, end) in trace.ranges.items()

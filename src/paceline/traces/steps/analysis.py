@@ -21,10 +21,10 @@ from paceline.traces.steps.self_time import step_self_times
 from paceline.traces.steps.timeline import Timeline
 
 _MAX_KEPT_SPANS = 500_000
-"""Of all steps together; what is beyond is summed up and not kept."""
+"""Limit for all steps together; spans beyond it are summed up and not kept."""
 
 OnProgress = Callable[[int], None]
-"""Told how many bytes were read."""
+"""Called with the number of bytes read so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class StepOverlap:
     rank: int
     index: int
     label: str
-    """What is special about the step, such as its strategy."""
+    """Name of what the step ran, such as a strategy."""
     times: StepTimes
     contention: int
     """Nanoseconds by which communication slowed computing; zero where there is no telling."""
 
     @property
     def compute(self) -> int:
-        """Nanoseconds that computing would have taken alone."""
+        """Nanoseconds that computing would have taken without communication in flight."""
         return self.times.busy - self.contention
 
 
@@ -52,7 +52,7 @@ class TraceAnalysis:
     steps: tuple[StepOverlap, ...]
     operators: tuple[OperatorTime, ...]
     num_events: int
-    """That stand for work, communication or a range."""
+    """Events that stand for work, communication or a range."""
     is_truncated: bool
     """Whether the file ended before the trace did."""
 

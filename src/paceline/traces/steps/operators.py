@@ -12,7 +12,7 @@ from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.self_time import SelfTimes
 
 EVERYWHERE = "whole step"
-"""In place of a range's name: all of the steps."""
+"""Stands for a range's name where whole steps are summed up."""
 
 _MAX_RANGES = 256
 _REPEATS_OURS = (PROFILER_STEP, "Optimizer.zero_grad#")
@@ -29,7 +29,7 @@ class OperatorTime:
     self_time: int
     """Nanoseconds, without the operators that it called."""
     flops: int
-    """Of matrix products, where the trace has the shapes of inputs."""
+    """FLOPs of matmuls, where the trace has the shapes of inputs."""
 
 
 class OperatorTotals:
@@ -66,8 +66,8 @@ class OperatorTotals:
             key = self._catalog.keys[number]
             op_classes[key.name] = key.op_class
             total = sums.setdefault((range_name, key.name), [0, 0, 0])
-            for place, value in enumerate((num_calls, own, num_calls * key.flops)):
-                total[place] += value
+            for column, value in enumerate((num_calls, own, num_calls * key.flops)):
+                total[column] += value
         rows = [
             OperatorTime(
                 range_name=range_name,
@@ -92,10 +92,10 @@ class OperatorTotals:
         return name in self._range_names
 
     def _add(self, range_name: str, work: SelfTimes, chosen: npt.NDArray[np.bool_]) -> None:
-        keys, place = np.unique(work.keys[chosen], return_inverse=True)
-        calls = np.bincount(place, work.begins_here[chosen], keys.size).astype(np.int64)
+        keys, row = np.unique(work.keys[chosen], return_inverse=True)
+        calls = np.bincount(row, work.begins_here[chosen], keys.size).astype(np.int64)
         own = np.zeros(keys.size, dtype=np.int64)
-        np.add.at(own, place, work.self_time[chosen])
+        np.add.at(own, row, work.self_time[chosen])
         for key, num_calls, nanoseconds in zip(
             keys.tolist(), calls.tolist(), own.tolist(), strict=True
         ):

@@ -35,10 +35,10 @@ class CommunicationSpan:
 
     name: str
     start: int
-    """From the start of the step."""
+    """Nanoseconds from the start of the step."""
     end: int
     exposed: int
-    """How much of it nothing was computed in."""
+    """Nanoseconds during which nothing was computed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,14 +61,14 @@ class StepTimes:
     exposed: int
     idle: int
     computing: Intervals
-    """When, from the start of the step."""
+    """Intervals of computing, from the start of the step."""
     communicating: Intervals
     messages: tuple[CommunicationSpan, ...]
     ranges: tuple[RangeSpan, ...]
 
     @property
     def num_spans(self) -> int:
-        """How many intervals, messages and ranges are kept."""
+        """Number of intervals, messages and ranges that are kept."""
         return len(self.computing) + len(self.communicating) + len(self.messages) + len(self.ranges)
 
     def summary(self) -> "StepTimes":

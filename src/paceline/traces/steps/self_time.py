@@ -16,11 +16,11 @@ class SelfTimes:
     keys: Intervals
     starts: Intervals
     ends: Intervals
-    """Inside of the step."""
+    """Ends of the operators, cut off where the step ends."""
     self_time: Intervals
     """Nanoseconds of each without those that it calls."""
     begins_here: npt.NDArray[np.bool_]
-    """Whether the step is the one that an operator begins in, and is counted in."""
+    """Whether each operator begins in this step, and so counts as a call of it."""
 
 
 def step_self_times(work: EventTable, start: int, end: int) -> SelfTimes:

@@ -10,7 +10,7 @@ from paceline.traces.events.reader import TraceError
 from paceline.traces.events.spool import Spool
 
 MAX_STEPS = 100_000
-"""Of all ranks together; a longer trace is better looked at in parts."""
+"""Limit for all ranks together; a longer trace is better looked at in parts."""
 
 
 class Timeline:
@@ -36,7 +36,7 @@ class Timeline:
             if sum(len(steps) for steps in self._found.values()) > MAX_STEPS:
                 raise TraceError(f"{path}: more than {MAX_STEPS} steps; trace fewer of them")
         self.windows: dict[int, Intervals] = {}
-        """From when to when each rank's steps go, apart from each other and in order."""
+        """Start and end of each rank's steps, in order and without overlap."""
         self.labels: dict[int, list[str]] = {}
         for rank, reach in sorted(self._reach.items()):
             whole = [] if self._labels else [(*reach, "")]

@@ -73,7 +73,7 @@ def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
                     "compile": "whole" if case.compiled else "none",
                 }
             case KernelSweep():
-                yield dataclasses.asdict(case)
+                yield case._asdict()
 
 
 def _bench_cases(preset: Any, quick: bool) -> list[SuiteCase]:

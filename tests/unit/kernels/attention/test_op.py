@@ -218,11 +218,11 @@ def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> li
         (_tensors((1, 3, 3, 4), *[(1, 2, 3, 4)] * 2), "multiple of the key's"),
         (
             _tensors(*[(1, 2, 3, 4)] * 3, dtype=torch.int64),
-            r"the formats must be of .* got query \(1, 2, 3, 4\) torch\.int64",
+            r"the dtypes must be of .* got query \(1, 2, 3, 4\) torch\.int64",
         ),
         (
             [*_tensors((1, 2, 3, 4)), *_tensors(*[(1, 2, 3, 4)] * 2, dtype=torch.float64)],
-            r"one format.*autocast, got .*key \(1, 2, 3, 4\) torch\.float64",
+            r"one dtype.*autocast, got .*key \(1, 2, 3, 4\) torch\.float64",
         ),
         (_tensors(*[(1, 2, 3, 0)] * 3), "head_dim must be at least 1"),
         (
@@ -238,7 +238,7 @@ def test_inputs_that_do_not_fit_are_named(inputs: list[Tensor], message: str) ->
 
 def test_autocast_does_not_make_one_format_of_float64() -> None:
     query, key, value = Case().inputs()
-    with torch.autocast("cpu"), pytest.raises(UsageError, match="must have one format"):
+    with torch.autocast("cpu"), pytest.raises(UsageError, match="must have one dtype"):
         flash_attention(query.float(), key, value, causal=True)
 
 

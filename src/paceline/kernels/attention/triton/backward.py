@@ -87,7 +87,7 @@ def _gather_from_queries(
     The tiles of all heads that share the keys are one loop: nested in another over the heads it
     would need more registers than there are.
 
-    Scores are laid out keys by queries, so that no product needs them transposed. Keys that do
+    Scores are laid out keys by queries, so that no matmul needs them transposed. Keys that do
     not exist are not masked: what they gather goes to rows that are never stored. Queries that do
     not exist have an infinite logarithm, hence weights of zero.
     """

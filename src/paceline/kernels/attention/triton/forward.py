@@ -5,8 +5,8 @@ it sees whole. It keeps, for each query, the largest score so far, the sum of ex
 the weighted sum of values relative to it; the scores themselves never leave the chip. All that
 backward needs beside the output is the logarithm of that sum.
 
-Exponentials are powers of two, with log2(e) folded into the scale. Products are summed in
-float32; beside the inputs of products all numbers are float32.
+Exponentials are powers of two, with log2(e) folded into the scale. Matmuls accumulate in
+float32; beside the inputs of matmuls all numbers are float32.
 """
 
 # ruff: noqa: N803 - what is known when a kernel is compiled is written in capitals.

@@ -43,11 +43,11 @@ class KernelLaunch:
     kernel: Any
     num_programs: int
     arguments: dict[str, Tensor | int | float | None]
-    """What is passed at run time, by parameter."""
+    """Values passed at run time, by parameter."""
     constants: dict[str, int | str]
-    """What is known when the kernel is compiled, by parameter."""
-    num_warps: int
-    num_stages: int
+    """Values known when the kernel is compiled, by parameter."""
+    tiling: Tiling
+    """Division of the work among programs and warps."""
 
     def run(self) -> None:
         """Launches the kernel on the device that is current."""
@@ -55,8 +55,8 @@ class KernelLaunch:
         self.kernel[(self.num_programs,)](
             **self.arguments,
             **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
+            num_warps=self.tiling.num_warps,
+            num_stages=self.tiling.num_stages,
         )
 
     def source(self) -> ASTSource:
@@ -111,8 +111,7 @@ def forward_launch(
         num_programs=_num_tiles(query, tiling.block_queries),
         arguments=arguments | _strided("output", output) | {"lse": lse},
         constants=constants,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        tiling=tiling,
     )
 
 
@@ -147,8 +146,7 @@ def backward_launches(
             "head_dim": query.shape[3],
         },
         constants=_query_constants(query, _DELTA_TILING),
-        num_warps=_DELTA_TILING.num_warps,
-        num_stages=_DELTA_TILING.num_stages,
+        tiling=_DELTA_TILING,
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.key_value_gradient)
     of_key_and_value = KernelLaunch(
@@ -160,8 +158,7 @@ def backward_launches(
         | _strided("value_gradient", value_gradient)
         | {"scale": float(scale)},
         constants=constants | {"IS_GROUPED": query.shape[1] != key.shape[1]},
-        num_warps=tilings.key_value_gradient.num_warps,
-        num_stages=tilings.key_value_gradient.num_stages,
+        tiling=tilings.key_value_gradient,
     )
     arguments, constants = _shared(query, key, value, diagonal, scale, tilings.query_gradient)
     of_query = KernelLaunch(
@@ -172,8 +169,7 @@ def backward_launches(
         | _strided("query_gradient", query_gradient)
         | {"scale": float(scale)},
         constants=constants,
-        num_warps=tilings.query_gradient.num_warps,
-        num_stages=tilings.query_gradient.num_stages,
+        tiling=tilings.query_gradient,
     )
     return of_delta, of_key_and_value, of_query
 

@@ -99,7 +99,7 @@ def store_tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN_ROWS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile in the matrix's format, without what lies beyond its edges."""
+    """Stores a tile in the matrix's dtype, without what lies beyond its edges."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + start.to(tl.int64) * row_stride + (rows * row_stride + columns * dim_stride)

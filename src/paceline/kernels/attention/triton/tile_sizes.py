@@ -1,4 +1,4 @@
-"""Which tile sizes the Triton kernels use, by architecture, number format and head size.
+"""Which tile sizes the Triton kernels use, by architecture, dtype and head size.
 
 A static table: no search at run time, so that two runs of a program launch the same kernels
 and give the same bits.
@@ -11,7 +11,7 @@ from paceline.core.errors import HardwareError
 from paceline.core.specs import DType, bytes_per_element
 
 LARGEST_HEAD_DIM = 256
-SMALLEST_BLOCK = 16  # of a side of a product on tensor cores
+SMALLEST_BLOCK = 16  # of a side of a matmul on tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Tilings(NamedTuple):
 
     forward: Tiling
     key_value_gradient: Tiling
-    """Of the kernel that computes the gradients of keys and values."""
+    """Tiling of the kernel that computes the gradients of keys and values."""
     query_gradient: Tiling
-    """Of the kernel that computes the gradient of queries."""
+    """Tiling of the kernel that computes the gradient of queries."""
 
 
 def padded_head_dim(head_dim: int) -> int:

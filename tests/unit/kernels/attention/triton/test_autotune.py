@@ -27,7 +27,7 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _seconds(launch: KernelLaunch) -> float:
     """Pretends that tiles of 32 x 16 by four warps are the fastest."""
     blocks = (int(launch.constants[f"BLOCK_{side}"]) for side in ("QUERIES", "KEYS"))
-    return _pretended_seconds(Tiling(*blocks, launch.num_warps, launch.num_stages))
+    return _pretended_seconds(Tiling(*blocks, launch.tiling.num_warps, launch.tiling.num_stages))
 
 
 def _pretended_seconds(tiling: Tiling) -> float:
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     from triton.runtime.errors import OutOfResources
 
     def measure(launch: KernelLaunch) -> float:
-        if launch.num_warps == 4:
+        if launch.tiling.num_warps == 4:
             raise OutOfResources(2, 1, "shared memory")
         return _seconds(launch)
 
