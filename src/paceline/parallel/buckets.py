@@ -39,7 +39,7 @@ class Slot(NamedTuple):
     """Where a tensor lies in its bucket."""
 
     tensor: int
-    """Its place in the list that was planned."""
+    """The tensor's place in the list that was planned."""
     offset: int
     num_elements: int
 
@@ -55,7 +55,7 @@ class BucketPlan(NamedTuple):
     device: torch.device
     slots: tuple[Slot, ...]
     num_elements: int
-    """Of all tensors, with what aligns them."""
+    """Elements of all tensors, padding included."""
 
     def message_bytes(self, reduction_dtype: torch.dtype | None) -> int:
         """Returns what is communicated, in the buffer's dtype or another."""
@@ -144,7 +144,7 @@ class Bucket:
         ]
         self._message_dtype = reduction_dtype or plan.dtype
         self.is_received_early = self._message_dtype != plan.dtype
-        """Whether a message has memory of its own, which is let go when it has arrived."""
+        """Whether a message has memory of its own, which is freed when it has arrived."""
         # Where the message is wider than the gradients, scaling it instead of them loses nothing.
         self._scales_message = self._message_dtype.itemsize > plan.dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""Who owns which elements of which parameters.
+"""Which rank's shard holds which elements of which parameters.
 
 Parameters of one dtype on one device lie one behind another in a flat buffer, of which every rank
 owns a shard. Where shards are cut is a pure function of the parameters' sizes and the number of
@@ -24,7 +24,7 @@ from paceline.parallel.buckets import (
 
 
 class Partition(enum.StrEnum):
-    """How parameters are divided among ranks."""
+    """How parameters are sharded over ranks."""
 
     ELEMENTS = "elements"
     PARAMETERS = "parameters"
@@ -34,7 +34,7 @@ class ParameterSlice(NamedTuple):
     """Some elements of one parameter, in the order of its memory, that one rank owns."""
 
     tensor: int
-    """The parameter's place in the list that was divided."""
+    """The parameter's place in the list that was sharded."""
     start: int
     end: int
     offset: int
@@ -52,7 +52,7 @@ class ShardLayout(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of all shards together, with what fills them up."""
+        """Elements of all shards together, padding included."""
         return self.borders[-1]
 
     def slices(self, rank: int) -> Iterator[ParameterSlice]:
@@ -65,7 +65,7 @@ class ShardLayout(NamedTuple):
 
 
 def shard_evenly(plan: BucketPlan, num_ranks: int) -> ShardLayout:
-    """Gives every rank equally many elements of a bucket, filled up at its end."""
+    """Gives every rank equally many elements of a bucket, padded at its end."""
     shard = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
     borders = range(0, shard * num_ranks + 1, shard) if shard else (0,) * (num_ranks + 1)
     return ShardLayout(plan.dtype, plan.device, plan.slots, borders)
@@ -77,10 +77,10 @@ def plan_shards(
     """Lays out one flat buffer per dtype and device, and shards each over all ranks.
 
     Args:
-        tensors: What to divide.
-        loads: How many bytes each rank owns so far; where whole parameters are dealt out, what it
-            gets is added.
-        partition: How to divide.
+        tensors: What to shard.
+        loads: How many bytes each rank owns so far; where whole parameters are assigned, what
+            it gets is added.
+        partition: How to shard.
     """
     plans = plan_buckets(tensors, cap_bytes=None)
     if partition is Partition.ELEMENTS:

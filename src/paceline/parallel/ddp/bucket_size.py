@@ -36,7 +36,7 @@ _SMALLEST_BYTES = 4 * 2**10
 _LARGEST_BYTES = 64 * MIB
 _GROWTH = 4
 _REPETITIONS = 5
-_LONG_CALL_S = 0.2  # A shaped line lets the first few mebibytes pass faster than the rest.
+_LONG_CALL_S = 0.2  # A shaped link lets the first few mebibytes pass faster than the rest.
 _WARMUP_STEPS = 1
 _OBSERVED_STEPS = 3
 

@@ -1,16 +1,16 @@
-"""Parameters, gradients and optimizer state divided among ranks; one layer in full at a time.
+"""Parameters, gradients and optimizer state sharded over ranks (ZeRO-3); one layer full at a time.
 
 Phases of a training step on every rank:
 
-1. Before a layer's forward, its parameters are gathered from all ranks, and the two layers that
-   run next start to be. After it, they are freed; the last layer's stay, as backward needs them
-   first. Which layers come next is known from the forward pass before.
-2. The gradient of a layer's output arrives: its parameters are gathered again, and those of the two
-   layers before it start to be.
-3. Backward has passed a layer: its parameters are freed, and its gradients are sent, each rank's
-   shard to that rank, which adds them up. Sums that have arrived are taken in at the same time.
-4. Backward is over: the remaining layers' gradients are sent, the ranks tell each other in one
-   small message which parameters had any, and the means are added to the shards' gradients.
+1. Before a layer's forward, its parameters are all-gathered, and those of the next two layers are
+   prefetched. After it, they are freed; the last layer's stay, as backward needs them first. Which
+   layers come next is known from the forward pass before.
+2. The gradient of a layer's output arrives: its parameters are all-gathered again, and those of the
+   two layers before it are prefetched.
+3. Backward has passed a layer: its parameters are freed, and its gradients are reduce-scattered.
+   Sums that have arrived are taken in at the same time.
+4. Backward is over: the remaining layers' gradients are reduce-scattered, the ranks tell each other
+   in one small message which parameters had any, and the means are added to the shards' gradients.
 
 All ranks must run the same layers in the same order, and backward equally often. What is sent in
 backward follows the order of the forward pass, whether the loss depends on a layer or not, so that
@@ -88,7 +88,7 @@ class _BackwardPass:
 
     def __init__(self) -> None:
         self.sent: list[ShardedLayer] = []
-        """Layers whose sums may be on their way."""
+        """Layers whose reduce-scatter may be in flight."""
         self.follow(_ForwardPass())
 
     def follow(self, forward: _ForwardPass) -> None:
@@ -261,7 +261,7 @@ class _Schedule:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module whose parameters, gradients and optimizer state are divided among ranks.
+    """A module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO-3).
 
     Its parameters are shards: flat tensors with this rank's elements of each, for any optimizer
     that treats each element by itself. Make the optimizer after the container.
@@ -269,10 +269,10 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: The model, on its final device and in its final dtype. All ranks get the values
             that the group's first rank has, frozen parameters and buffers included.
-        compute_dtype: What full parameters, gradients on their way and floating-point inputs are
-            in; by default parameters and inputs as they are. Shards, their gradients and their
+        compute_dtype: What full parameters, gradients in flight and floating-point inputs are in;
+            by default parameters and inputs as they are. Shards, their gradients and their
             sums stay in the parameters' own dtype.
-        process_group: The ranks to share with, as a group or a mesh of one dimension; all by
+        process_group: The ranks to shard over, as a group or a mesh of one dimension; all by
             default.
     """
 
@@ -299,7 +299,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share the parameters."""
+        """The ranks that hold the shards."""
         return self._group.get()
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -357,7 +357,7 @@ def _call_around_forward(user: LayerUser, schedule: _Schedule) -> None:
 
 
 def _require_shardable(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Refuses what cannot be divided, by name."""
+    """Refuses what cannot be sharded, by name."""
     if compute_dtype is not None and not compute_dtype.is_floating_point:
         raise UsageError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
     for name, parameter in module.named_parameters():

@@ -3,15 +3,15 @@
 A flat tensor is cut into one shard per rank. `start_reduce_scatter` adds up every rank's tensor and
 leaves each rank the sum of its own shard; `start_all_gather` gives all ranks every rank's shard.
 Either moves (n - 1)/n of the tensor into and out of each of n ranks, half of what an all-reduce
-moves, if both directions of a line are in use at the same time.
+moves, if both directions of a link are in use at the same time.
 
 NCCL has each as one call that works in place. gloo has none that does: its reduce-scatter is an
-all-reduce inside, its all-to-all and its broadcasts use one direction of a line at a time. Here
+all-reduce inside, its all-to-all and its broadcasts use one direction of a link at a time. Here
 every rank sends each other one its shard, and receives theirs, point to point; a rank adds up
 what it gets. At 1 Gbit/s, 33 MB are reduced in 154 ms between two hosts and 260 between four, and
 gathered in 142 and 251, where an all-reduce takes 281 and 436, gloo's all-to-all 283 and 392, its
 all-gather 232 and 274 (results/sharding-exchange.jsonl). So many messages are only for a small
-number of ranks: beyond it, their number would cost more than the line.
+number of ranks: beyond it, their number would cost more than the link.
 """
 
 import contextlib
@@ -166,11 +166,11 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
     name = "all-gather"
     if num_ranks == 1:
         return Pending(name, flat.nbytes, [])
-    shards = [flat[borders[owner] : borders[owner + 1]] for owner in range(num_ranks)]
+    shards = [flat[borders[peer] : borders[peer + 1]] for peer in range(num_ranks)]
     if not sends_directly(group, flat.device):
         return Pending(name, flat.nbytes, _gather_by_collectives(flat, shards, group))
     peers = _peers(rank, num_ranks)
-    # Parameters may be under way when a profiler stops, and a message that it has seen begin would
+    # Parameters may be in flight when a profiler stops, and a message that it has seen begin would
     # end in memory that it has freed.
     with _unseen_by_profilers():
         works = _swap(
@@ -192,8 +192,8 @@ def _gather_by_collectives(
         return [dist.all_gather(shards, own, group=group, async_op=True)]
     # gloo gathers equal shards only.
     return [
-        dist.broadcast(shard, group=group, group_src=owner, async_op=True)
-        for owner, shard in enumerate(shards)
+        dist.broadcast(shard, group=group, group_src=source, async_op=True)
+        for source, shard in enumerate(shards)
         if shard.numel()
     ]
 

@@ -57,9 +57,9 @@ class DataParallel(nn.Module):
         launch: When communication starts.
         process_group: The ranks to average over, as a group or a mesh of one dimension; all by
             default.
-        reduction_dtype: What gradients are summed and sent in: float32 for sixteen-bit gradients
-            whose sum must not lose digits, bfloat16 to send half the bytes of float32 ones. By
-            default each in its own.
+        reduction_dtype: What gradients are summed and sent in: float32 for bf16 or fp16 gradients
+            whose sum must not lose digits, bfloat16 to send half the bytes of fp32 ones. By default
+            each in its own.
         broadcast_buffers: Whether the persistent buffers (statistics of batch norm, for example)
             follow the first rank's before every training forward pass. Others, which are not part
             of the state dictionary, are taken over once.
@@ -174,7 +174,7 @@ class DataParallel(nn.Module):
             raise UsageError(f"a gradient's weight must not be negative, got {weight}")
         if not self.is_distributed:
             return
-        # The sum of the weights is on its way while the model computes.
+        # The sum of the weights is in flight while the model computes.
         total = torch.tensor(weight, dtype=torch.float64, device=self._settings.device)
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
         assert work is not None
@@ -187,7 +187,7 @@ class DataParallel(nn.Module):
     def explain_unused(self) -> list[UnusedParameter]:
         """Names the parameters without a gradient in the last synchronised pass, and the ranks.
 
-        All ranks must call it. A rank alone synchronises nothing, so that there is nothing to name.
+        All ranks must call it. With one rank nothing is synchronised, and nothing to name.
         """
         if self._synchronizer is None:
             return []

@@ -78,8 +78,8 @@ class GradientSynchronizer:
         sync_state: SyncState,
     ) -> None:
         for name, parameter in zip(names, parameters, strict=True):
-            owner = _synchronizers.get(parameter)
-            if owner is not None and owner() is not None:
+            other = _synchronizers.get(parameter)
+            if other is not None and other() is not None:
                 raise SynchronizationError(
                     f"parameter {name!r} belongs to another data-parallel container already; its "
                     "gradients would be averaged twice"

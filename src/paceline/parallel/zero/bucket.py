@@ -1,8 +1,8 @@
-"""Gradients on their way to the ranks that own them, bucket by bucket.
+"""Gradients that are reduce-scattered, bucket by bucket.
 
-A bucket's message is as long as its parameters, and exists only while it is under way: gradients
-move into it as backward completes them, and are let go; when it has arrived, this rank's shard of
-the sum is added to its shards' gradients, and the message is let go as well. What stays from step
+A bucket's message is as long as its parameters, and exists only while it is in flight: gradients
+move into it as backward completes them, and are freed; when it has arrived, this rank's shard of
+the sum is added to its shards' gradients, and the message is freed as well. What stays from step
 to step is the gradient of the shard.
 
 Ranks tell each other in one small message per backward pass, sent behind the last bucket, which
@@ -51,11 +51,11 @@ class UsedParameters:
 
 
 class ShardedBucket:
-    """A bucket whose sum goes to owners.
+    """A bucket that is reduce-scattered.
 
     Args:
         plan: What it holds.
-        flat: Its parameters, divided among the ranks.
+        flat: Its parameters, sharded over the ranks.
         used: Which parameters any rank had a gradient for.
         message_dtype: What is sent.
         shard_group: Returns the ranks that hold the shards.
@@ -64,7 +64,7 @@ class ShardedBucket:
     """
 
     is_received_early = True
-    """A message has memory of its own, which is let go when it has arrived."""
+    """Whether a message has memory of its own, which is freed when it has arrived."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ShardedBucket:
         """Parameters that this rank has no gradient for, and their places among all."""
         self._reduce_scatter: ReduceScatter | None = None
         self.gradient = torch.zeros_like(flat.master)
-        """Of this rank's shard, averaged over the ranks."""
+        """Gradient of this rank's shard, averaged over the ranks."""
 
     def keep(self, position: int) -> None:
         """Leaves a gradient where it is, because it is not to be sent yet."""
@@ -128,18 +128,18 @@ class ShardedBucket:
         return self._buffer
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
-        """Starts to send every owner its shard."""
+        """Starts the reduce-scatter."""
         self._reduce_scatter = start_reduce_scatter(message, self._shard_group())
         if self._is_last:
             self._used.start(group)
         return self._reduce_scatter
 
     def unpack(self, _message: Tensor) -> None:
-        """Lets the message go when the owner's shard of the sum is taken in."""
+        """Has this rank's shard of the sum taken in, and the message freed."""
         self._when_landed(self)
 
     def add_sum_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds what has arrived for this rank's shard to a tensor, and lets the message go."""
+        """Adds what has arrived for this rank's shard to a tensor, and frees the message."""
         assert self._reduce_scatter is not None
         self._reduce_scatter.add_to(target, overwrite=overwrite)
         self._reduce_scatter = self._buffer = None

@@ -1,27 +1,26 @@
-"""Data parallelism in which each rank owns a shard of gradients and optimizer state (ZeRO-2).
+"""Data parallelism in which each rank keeps a shard of gradients and optimizer state (ZeRO-2).
 
-All ranks have all parameters, bucket by bucket in one stretch of memory, and each owns an equal
-shard of every bucket. Phases of one step on every rank:
+All ranks have all parameters, each bucket of them in one flat buffer, of which every rank has an
+equal shard. Phases of one step on every rank:
 
 1. Backward completes a gradient: it moves into its bucket's message. When the bucket and all before
-   it are complete, every owner is sent its shard and adds up what it gets. A bucket that has
-   arrived is let go; what stays is the owner's shard of the average.
+   it are complete, the bucket is reduce-scattered. A message that has arrived is freed; what stays
+   is this rank's shard of the average.
 2. Backward is over: what is left is sent and waited for, and all ranks know which parameters had a
    gradient anywhere.
-3. `ShardedOptimizer.step` updates this rank's shards, and starts to send its shard to all, bucket
-   by bucket, in the order in which the next forward pass needs them.
+3. `ShardedOptimizer.step` updates this rank's shards, and starts the all-gather of the parameters,
+   bucket by bucket, in the order in which the next forward pass needs them.
 4. In the next forward pass each layer waits for its own parameters only.
 
 Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as an
-all-reduce does; but the second half goes beside forward, where an all-reduce has nothing to hide
-behind.
+all-reduce does; but forward hides the second half, which it cannot do for an all-reduce.
 
 If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
 backward goes on. A norm over all gradients, or whether they are all finite, is known only later,
 so clipping is refused there, and so is going on without the optimizer's step.
 
-On a mesh of two dimensions, replicate x shard, owners are found along the second, and along the
-first the owners of the same shard average it.
+On a mesh of two dimensions, replicate x shard, gradients are reduce-scattered along the second, and
+each shard is all-reduced along the first (hybrid sharding).
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,10 +51,10 @@ StepMode = Literal["after_backward", "in_backward"]
 
 
 class ShardedDataParallel(DataParallel):
-    """Reduces gradients to their owners; further keywords as in `DataParallel`.
+    """Reduce-scatters gradients (ZeRO-2); further keywords as in `DataParallel`.
 
     Make a `ShardedOptimizer` of its parameters. Between a step and the next forward pass,
-    parameters are under way: `parameters()`, `state_dict()` and the layers themselves wait for
+    parameters are in flight: `parameters()`, `state_dict()` and the layers themselves wait for
     them; whoever reads a tensor that was taken before calls `wait_for_parameters()`.
 
     Args:
@@ -63,7 +62,7 @@ class ShardedDataParallel(DataParallel):
         bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
             per dtype.
         step_mode: "after_backward", or "in_backward" to update each bucket as its sum arrives.
-        master_dtype: What owners keep and update their shards in, for parameters in sixteen bits;
+        master_dtype: What shards are kept and updated in, for parameters in bf16 or fp16;
             by default the parameters' own dtype.
         process_group: The ranks, as a group, a mesh of one dimension, or a mesh of two over all
             ranks: replicate x shard.
@@ -108,7 +107,7 @@ class ShardedDataParallel(DataParallel):
 
     @property
     def _synchronizes(self) -> bool:
-        return True  # Even a rank alone has shards, so that its optimizer finds them.
+        return True  # One rank has shards too, so that its optimizer finds them.
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module; each layer waits for its own parameters.
@@ -228,7 +227,7 @@ class ShardedDataParallel(DataParallel):
         return self._buckets
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # Owners on a CPU add up in the master's dtype what they are sent; NCCL adds on the way.
+        # On a CPU ranks add up in the master's dtype what they are sent; NCCL adds on the way.
         adds_on_the_way = self._settings.device.type == "cuda"
         sums = self._master_dtype if adds_on_the_way else None
         return self._settings.reduction_dtype or sums or dtype
@@ -247,7 +246,7 @@ class ShardedDataParallel(DataParallel):
             )
         if self._num_passes > 0 and not self._shared.has_optimizer:
             raise UsageError(
-                "gradients were reduced to their owners, but no ShardedOptimizer updates these; "
+                "gradients were reduce-scattered, but no ShardedOptimizer updates the shards; "
                 "make one of this container's parameters in place of a plain optimizer, to which "
                 "they seem to have no gradients"
             )
@@ -258,7 +257,8 @@ class ShardedDataParallel(DataParallel):
             if parameter.requires_grad and find_sharded_parameters(parameter) is not self._shared:
                 raise UsageError(
                     f"parameter {name!r} was frozen or elsewhere when its container was made, so "
-                    "that no rank owns it; wrap the model anew, and load the optimizer's state"
+                    "that no rank has a shard of it; wrap the model anew, and load the optimizer's "
+                    "state"
                 )
 
     def _describe_settings(self) -> str:

@@ -1,10 +1,10 @@
-"""Parameters in one stretch of memory, of which every rank owns a shard.
+"""Parameters in one flat buffer, of which every rank has a shard.
 
-The parameters keep their identity, shape and values, but lie one behind another, so that what a
-rank owns is one contiguous tensor and goes to the others in one message. What the optimizer of a
-rank updates are its shards: one tensor per parameter that it owns something of, all of them views
-of its shard. With a master dtype the shards are a copy of the shard in that dtype, for parameters
-in sixteen bits whose updates are too small for them.
+The parameters keep their identity, shape and values, but lie one behind another, so that a rank's
+shard is one contiguous tensor and goes to the others in one message. What the optimizer of a rank
+updates are its parts of it: one tensor per parameter that its shard holds elements of, all of them
+views of the shard. With a master dtype they are views of a copy in that dtype, for parameters in
+bf16 or fp16 whose updates would be rounded away.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """What this rank owns of a parameter."""
+    """This rank's shard of one parameter."""
 
     parameter: nn.Parameter
     start: int
@@ -43,7 +43,7 @@ class FlatParameters:
     """Moves parameters into one flat tensor, and keeps this rank's shards of it.
 
     Args:
-        layout: Where they lie and who owns what.
+        layout: Where they lie, and where the ranks' shards begin.
         parameters: The list that was laid out, by place.
         names: What to call them, by place.
         rank: This rank's place in the group.
@@ -73,7 +73,7 @@ class FlatParameters:
             parameter.data = view
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.local_shard = self.buffer[layout.borders[rank] : layout.borders[rank + 1]]
-        """What this rank owns, as the others see it."""
+        """This rank's shard of the buffer, as the others see it."""
         self.has_master = master_dtype is not None and master_dtype != layout.dtype
         self.master = (
             self.local_shard.to(master_dtype, copy=True) if self.has_master else self.local_shard
@@ -115,7 +115,7 @@ class FlatParameters:
             if parameter.data_ptr() != address:
                 raise UsageError(
                     f"parameter {name!r} was moved or converted after its memory was "
-                    "divided among the ranks; move and convert the model before"
+                    "sharded over the ranks; move and convert the model before"
                 )
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class FlatParameters:
         self._pending = start_all_gather(self.buffer, self.layout.borders, group)
 
     def wait(self) -> None:
-        """Waits until all shards are here, if they are on their way."""
+        """Waits until all shards are here, if they are in flight."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with named_range(WAIT):

@@ -1,8 +1,8 @@
-"""Letting each layer wait for its own parameters, and no layer read what is under way.
+"""Letting each layer wait for its own parameters, and no layer read what is in flight.
 
 Most modules read their own parameters when they are called. Some read those of others: a list of
 parameters is never called, and attention may use the matrix of a projection that it does not call.
-Which modules are called is learned in the first forward pass, when nothing is under way; whatever
+Which modules are called is learned in the first forward pass, when nothing is in flight; whatever
 was not called then is waited for by the module around it that was.
 
 The module holds hooks that know the container weakly and copy as nothing: a copy of the module is
@@ -25,7 +25,7 @@ class GatherHooks:
 
     Args:
         root: The module.
-        parameters: What is under way between a step and the next forward pass.
+        parameters: What is in flight between a step and the next forward pass.
     """
 
     def __init__(self, root: nn.Module, parameters: ShardedParameters) -> None:

@@ -1,20 +1,19 @@
-"""An optimizer whose state is divided among ranks.
+"""An optimizer whose state is sharded over ranks (ZeRO-1).
 
 Every rank keeps the state of its own shards only. With plain gradients, or under any container that
 averages them on all ranks, phases of one step on every rank are:
 
 1. The options of the groups, which schedulers change, go to the inner optimizers.
 2. An inner optimizer updates the shards of this rank, in place.
-3. Every rank sends its shard to all, for each dtype and device: on gloo as one message per rank,
-   on NCCL by an all-gather in place. All are under way at once, and waited for in the end.
+3. An all-gather per dtype and device gives all ranks every shard: on gloo as one message per rank,
+   on NCCL in place. All are in flight at once, and waited for in the end.
 
-Under `ShardedDataParallel`, which reduces each gradient to its owner alone, phases 2 and 3 go
-bucket by bucket, those that the next forward pass needs first; and nobody waits in the end, but the
-next forward pass does, layer by layer.
+Under `ShardedDataParallel`, which reduce-scatters the gradients, phases 2 and 3 go bucket by
+bucket, those that the next forward pass needs first; and nobody waits in the end, but the next
+forward pass does, layer by layer.
 
-With all-reduced gradients this is ZeRO's first stage with half as much communication again:
-an all-reduce moves twice the parameters, sending shards the third part. Reducing to
-owners saves one of the three.
+With all-reduced gradients this is ZeRO-1 with half as much communication again: an all-reduce moves
+twice the parameters' size, the all-gather a third. A reduce-scatter saves one of the three.
 """
 
 import inspect
@@ -60,11 +59,11 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 
 class ShardedOptimizer(Optimizer):
-    """Any optimizer of torch, with its state divided among the ranks of a group.
+    """Any optimizer of torch, with its state sharded over the ranks of a group (ZeRO-1).
 
     Args:
         params: Parameters or groups, as for the optimizer itself; the same on all ranks, with the
-            same values. Those of a `ShardedDataParallel` are divided as it has divided them.
+            same values. Those of a `ShardedDataParallel` are sharded as it has sharded them.
         optimizer_cls: What updates a rank's shards.
         partition: "elements" cuts evenly, for optimizers that treat each element by itself;
             "parameters" gives whole parameters to ranks, balanced by size, for any. By default
@@ -96,7 +95,7 @@ class ShardedOptimizer(Optimizer):
         defaults = optimizer_cls(listed, **kwargs).defaults
         super().__init__(listed, defaults)
         self._is_complete = True
-        self._divide(self.param_groups)
+        self._shard(self.param_groups)
 
     @property
     def parts(self) -> list[ShardOptimizer]:
@@ -104,14 +103,14 @@ class ShardedOptimizer(Optimizer):
         return list(self._parts.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and divides it among the ranks.
+        """Adds a group, and shards it over the ranks.
 
         Args:
             param_group: As torch's optimizers take it: params, and options that differ.
         """
         super().add_param_group(param_group)
         if self._is_complete:
-            self._divide(self.param_groups[-1:])
+            self._shard(self.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -148,12 +147,12 @@ class ShardedOptimizer(Optimizer):
             part.flat.zero_gradients(set_to_none=set_to_none)
 
     def shards(self) -> Iterator[Shard]:
-        """Yields what this rank owns."""
+        """Yields this rank's shards."""
         for part in self.parts:
             yield from part.shards
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Returns the gradients of shards that their container has reduced to this rank."""
+        """Returns the gradients of shards that their container has reduce-scattered."""
         return [
             shard.tensor.grad
             for shard in self.shards()
@@ -216,7 +215,7 @@ class ShardedOptimizer(Optimizer):
 
         load_checkpoint(self.param_groups, self.parts, model, reader, prefix)
 
-    def _divide(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _shard(self, groups: Sequence[dict[str, Any]]) -> None:
         plain: list[nn.Parameter] = []
         sharded: dict[ShardedParameters, None] = {}
         for parameter in (parameter for group in groups for parameter in group["params"]):
@@ -226,11 +225,11 @@ class ShardedOptimizer(Optimizer):
                 sharded[found] = None
         # Apart, so that what is frozen need not be sent with what is trained.
         for is_trained in (True, False):
-            self._divide_plain([p for p in plain if p.requires_grad == is_trained], groups)
+            self._shard_plain([p for p in plain if p.requires_grad == is_trained], groups)
         for parameters in sharded:
             self._follow_container(parameters, groups)
 
-    def _divide_plain(
+    def _shard_plain(
         self, parameters: list[nn.Parameter], groups: Sequence[dict[str, Any]]
     ) -> None:
         names = [
@@ -282,7 +281,7 @@ def _tensors_in_state(optimizer: Optimizer) -> list[Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor; torch's fully_shard divides its tensors."""
+    """Returns what this rank holds of a tensor; torch's fully_shard shards its tensors."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 

@@ -26,7 +26,7 @@ class OptimizerStateError(PacelineError):
 
 
 class _ShardState(NamedTuple):
-    """One entry of a shard's state, on its way to the rank that collects all."""
+    """One entry of a shard's state, sent to the rank that collects all."""
 
     parameter: int
     key: str

@@ -1,4 +1,4 @@
-"""Parameters that a container has divided among ranks, and the optimizer that updates them.
+"""Parameters that a container has sharded over ranks, and the optimizer that updates them.
 
 The container knows when a bucket's gradients have arrived, the optimizer how to step. They meet
 here, and know each other by weak references only: parameters are found by identity, so that an
@@ -24,7 +24,7 @@ class ShardedParameters:
 
     Args:
         flats: In the order in which the next forward pass needs them.
-        group: The ranks that share them.
+        group: The ranks that hold the shards.
         steps_in_backward: Whether each bucket's parameters are updated as soon as their gradients
             have arrived.
     """
@@ -79,6 +79,6 @@ class ShardedParameters:
 
 
 def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None:
-    """Returns whose parameter this is; None if no container has divided it."""
+    """Returns whose parameter this is; None if no container has sharded it."""
     reference: Any = _known.get(parameter)
     return None if reference is None else reference()

@@ -27,7 +27,7 @@ class ShardOptimizer:
 
     Args:
         flat: Parameters, and this rank's shards of them.
-        group: The ranks that share it.
+        group: The ranks that hold the shards.
         outer_groups: Groups of whole parameters; the shards take their options from them.
         make: Makes an optimizer of groups of shards.
         container: Who reduce-scatters the gradients; None if all ranks have all of them.
