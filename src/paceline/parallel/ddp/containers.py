@@ -25,12 +25,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.errors import UsageError
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
 from paceline.parallel.buckets import tensor_spec
 from paceline.parallel.ddp.bucket_size import BucketSizeChoice, BucketSizeTuner
-from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
 from paceline.parallel.reducer.settings import LaunchPolicy
 
 _logger = logging.getLogger(__name__)
@@ -89,11 +88,7 @@ class BucketedDataParallel(DataParallel):
         **keywords: Any,
     ) -> None:
         size_mb = DEFAULT_BUCKET_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
-        if size_mb is not None and not (isinstance(size_mb, (int, float)) and size_mb > 0):
-            raise UsageError(
-                f'bucket_size_mb must be a positive number, None or "auto", got {bucket_size_mb!r}'
-            )
-        cap_bytes = None if size_mb is None else size_mb * MIB
+        cap_bytes = bucket_cap_bytes(size_mb)
         super().__init__(module, cap_bytes=cap_bytes, launch=LaunchPolicy.WHEN_READY, **keywords)
         self.bucket_size_choice: BucketSizeChoice | None = None
         """What "auto" chose and why; None before it has, and without it."""

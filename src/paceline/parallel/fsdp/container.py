@@ -38,15 +38,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import UsageError
-from paceline.parallel.fsdp.layer import (
-    LayerUser,
-    ShardedLayer,
-    shard_module,
-)
+from paceline.parallel.fsdp.layer import LayerUser, ShardedLayer, shard_module
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.parallel.reducer.backward_pass import OUTSIDE_BACKWARD, current_pass
 from paceline.parallel.reducer.hooks import when_complete
-from paceline.parallel.reducer.module_checks import require_supported, resolve_group, tensors_in
+from paceline.parallel.reducer.module_checks import (
+    is_compiled,
+    require_supported,
+    resolve_group,
+    tensors_in,
+)
 from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
 from paceline.parallel.reducer.settings import GroupReference
 
@@ -367,7 +368,7 @@ def _require_shardable(module: nn.Module, compute_dtype: torch.dtype | None) -> 
                 "be fully sharded: use another container, or make it a buffer"
             )
     for name, part in module.named_modules():
-        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+        if is_compiled(part):
             raise UsageError(
                 f"module {name or type(part).__name__!r} is compiled, which would keep freed "
                 "parameters in its graph; wrap it uncompiled"

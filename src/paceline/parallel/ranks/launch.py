@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import deaf_to_interrupts, die_with_parent
-from paceline.parallel.ranks.placement import Placement
+from paceline.parallel.ranks.placement import Placement, local_placement
 from paceline.parallel.ranks.session import RENDEZVOUS_FILE, join_process_group, rendezvous_path
 from paceline.records.environment import threads_per_rank
 
@@ -132,7 +132,7 @@ class RankPool:
                         ranks_end,
                         os.getpid(),
                         rendezvous,
-                        _local_placement(rank, self.world_size),
+                        local_placement("spawn", rank, self.world_size),
                         self._backend,
                         self._timeout_s,
                     ),
@@ -185,18 +185,6 @@ class RankPool:
         self._rendezvous.close()
 
 
-def _local_placement(rank: int, world_size: int) -> Placement:
-    return Placement(
-        launcher="spawn",
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        host=0,
-        num_hosts=1,
-    )
-
-
 def _rank_main(
     connection: Connection,
     parent_pid: int,
@@ -206,32 +194,22 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     die_with_parent(parent_pid)
+    rank, world_size = placement.rank, placement.world_size
+    os.environ[RENDEZVOUS_FILE] = rendezvous
     try:
-        _serve(connection, rendezvous, placement, backend, timeout_s)
+        torch.set_num_threads(threads_per_rank(world_size))
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        join_process_group(placement, backend, device, timeout_s)
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:  # The pool was closed.
+                break
+            connection.send((None, function(rank, world_size, *arguments)))
+        dist.destroy_process_group()
     except BaseException:
         connection.send((time.monotonic(), "\n" + traceback.format_exc()))
     connection.close()
-
-
-def _serve(
-    connection: Connection,
-    rendezvous: str,
-    placement: Placement,
-    backend: str,
-    timeout_s: float,
-) -> None:
-    rank, world_size = placement.rank, placement.world_size
-    os.environ[RENDEZVOUS_FILE] = rendezvous
-    torch.set_num_threads(threads_per_rank(world_size))
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    join_process_group(placement, backend, device, timeout_s)
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:  # The pool was closed.
-            dist.destroy_process_group()
-            return
-        connection.send((None, function(rank, world_size, *arguments)))

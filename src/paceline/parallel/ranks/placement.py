@@ -84,12 +84,17 @@ def find_placement(
         return _from_slurm(environment, ranks_per_host)
     if ranks_per_host > 1:
         return HostPlacement(host=0, num_hosts=1, ranks_per_host=ranks_per_host)
+    return local_placement("none", 0, 1)
+
+
+def local_placement(launcher: Launcher, rank: int, world_size: int) -> Placement:
+    """Returns one rank among those of a single host."""
     return Placement(
-        launcher="none",
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
         host=0,
         num_hosts=1,
     )

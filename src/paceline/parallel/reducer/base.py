@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
+from paceline.core.units import MIB
 from paceline.parallel.buckets import Bucket, BucketPlan, plan_buckets, tensor_spec
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
@@ -288,6 +289,18 @@ class DataParallel(nn.Module):
             for named, trained in zip(self._named_parameters, self._is_trained, strict=True)
             if trained
         ]
+
+
+def bucket_cap_bytes(size_mb: float | None) -> float | None:
+    """Returns a bucket size in bytes, or says what it may be."""
+    if size_mb is None:
+        return None
+    if not (isinstance(size_mb, (int, float)) and size_mb > 0):
+        raise UsageError(
+            f'bucket_size_mb must be a positive number, None, or "auto" where gradients are '
+            f"averaged in buckets; got {size_mb!r}"
+        )
+    return size_mb * MIB
 
 
 _INNER = "module."

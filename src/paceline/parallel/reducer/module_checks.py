@@ -50,6 +50,11 @@ def require_supported(module: nn.Module) -> torch.device:
     return next(iter(devices))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, in place or around it."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that are part of the module's state, by name."""
     kept = module.state_dict(keep_vars=True)

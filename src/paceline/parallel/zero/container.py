@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
-from paceline.core.units import MIB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.partition import Partition, shard_evenly
 from paceline.parallel.ranks.reduce_scatter import Pending, sends_directly
-from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
+from paceline.parallel.reducer.module_checks import is_compiled
 from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
 from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
@@ -79,9 +79,6 @@ class ShardedDataParallel(DataParallel):
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **keywords: Any,
     ) -> None:
-        is_number = isinstance(bucket_size_mb, (int, float))
-        if bucket_size_mb is not None and not (is_number and bucket_size_mb > 0):
-            raise UsageError(f"bucket_size_mb must be positive, or None; got {bucket_size_mb!r}")
         if step_mode not in ("after_backward", "in_backward"):
             raise UsageError(
                 f'step_mode must be "after_backward" or "in_backward", got {step_mode!r}'
@@ -98,7 +95,7 @@ class ShardedDataParallel(DataParallel):
         self._undecided: list[tuple[ShardedBucket, dict[Shard, int]]] = []
         super().__init__(
             module,
-            cap_bytes=None if bucket_size_mb is None else bucket_size_mb * MIB,
+            cap_bytes=bucket_cap_bytes(bucket_size_mb),
             launch=LaunchPolicy.WHEN_READY,
             process_group=process_group,
             **keywords,
@@ -116,7 +113,7 @@ class ShardedDataParallel(DataParallel):
             arguments: As the module takes them.
             keywords: As the module takes them.
         """
-        if any(_is_compiled(module) for module in self.module.modules()):
+        if any(is_compiled(module) for module in self.module.modules()):
             self.wait_for_parameters()  # A compiled layer cannot wait inside.
         output = super().forward(*arguments, **keywords)
         self._gather_hooks.learn()
@@ -308,10 +305,6 @@ class ShardedDataParallel(DataParallel):
             for bucket, _ in self._undecided:
                 self._shared.step_flat(bucket.flat)
         self._undecided.clear()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:

@@ -6,8 +6,9 @@ count of steps, is the same for all shards of a parameter.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,16 +26,11 @@ class OptimizerStateError(PacelineError):
     """A saved state does not fit the optimizer that is to take it, naming the parameter."""
 
 
-class _ShardState(NamedTuple):
-    """One entry of a shard's state, sent to the rank that collects all."""
+_Entry: TypeAlias = tuple[int, str, int | None, Any]
+"""A parameter's number, a key of its state, where the shard begins, and its elements.
 
-    parameter: int
-    key: str
-    start: int
-    elements: Tensor | None
-    """The shard's elements, flat; None if the entry is of another kind."""
-    value: Any
-    """The entry itself, if it is of another kind."""
+Or, for state that is not cut with the parameter, None and the state itself.
+"""
 
 
 def gather_full_state(
@@ -48,10 +44,10 @@ def gather_full_state(
     full: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
     for part in parts:
         group = part.group.get()
-        gathered = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-        dist.gather_object(list(_shard_states(part, numbers)), gathered, group=group, group_dst=0)
+        gathered: Any = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(list(_entries(part, numbers)), gathered, group=group, group_dst=0)
         _merge(full, gathered or [], {numbers[p]: p for p in part.flat.parameters if p in numbers})
-    if any(dist.get_rank(part.group.get()) != 0 for part in parts):
+    if any(part.group.get().rank() != 0 for part in parts):
         return {}
     return {
         "state": {number: state for number, state in full.items() if state},
@@ -59,39 +55,33 @@ def gather_full_state(
     }
 
 
-def _shard_states(
-    part: ShardOptimizer, numbers: Mapping[nn.Parameter, int]
-) -> Iterator[_ShardState]:
+def _entries(part: ShardOptimizer, numbers: Mapping[nn.Parameter, int]) -> Iterator[_Entry]:
     for shard in part.shards:
+        number = numbers[shard.parameter]
         for key, value in part.state_of(shard).items():
             if key == MASTER:
                 continue  # torch's optimizer would take it for state of its own.
-            elements = elements_of(shard, key, value)
-            other = value.cpu() if isinstance(value, Tensor) else value
-            yield _ShardState(
-                parameter=numbers[shard.parameter],
-                key=key,
-                start=shard.start,
-                elements=None if elements is None else elements.cpu(),
-                value=other if elements is None else None,
-            )
+            if (elements := elements_of(shard, key, value)) is not None:
+                yield number, key, shard.start, elements.cpu()
+            else:
+                yield number, key, None, value.cpu() if isinstance(value, Tensor) else value
 
 
 def _merge(
     full: dict[int, dict[str, Any]],
-    gathered: Sequence[Any],
+    gathered: Iterable[Iterable[_Entry]],
     parameters: Mapping[int, nn.Parameter],
 ) -> None:
     flat: dict[tuple[int, str], Tensor] = {}
-    for number, key, start, elements, value in (entry for rank in gathered for entry in rank):
-        if elements is None:
+    for number, key, start, value in itertools.chain.from_iterable(gathered):
+        if start is None:
             full[number][key] = value
             continue
         parameter = parameters[number]
         if (number, key) not in flat:
-            flat[number, key] = torch.empty(num_reals(parameter), dtype=elements.dtype)
+            flat[number, key] = torch.empty(num_reals(parameter), dtype=value.dtype)
             full[number][key] = view_like(parameter, flat[number, key])
-        flat[number, key][start : start + elements.numel()] = elements
+        flat[number, key][start : start + value.numel()] = value
 
 
 def load_full_state(

@@ -7,7 +7,7 @@ optimizer needs nothing but the parameters.
 
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -15,6 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.core.errors import UsageError
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters
+
+_Step: TypeAlias = Callable[[FlatParameters], None]
 
 _known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
 
@@ -37,7 +39,7 @@ class ShardedParameters:
         self.steps_in_backward = steps_in_backward
         self.has_stepped = False
         """Whether parameters were updated in backward since the optimizer's last step."""
-        self._step_flat: weakref.WeakMethod[Callable[[FlatParameters], None]] | None = None
+        self._find_step: Callable[[], _Step | None] = lambda: None
         for flat in flats:
             for parameter in flat.parameters:
                 _known[parameter] = weakref.ref(self)
@@ -45,21 +47,20 @@ class ShardedParameters:
     @property
     def has_optimizer(self) -> bool:
         """Whether anyone would update the shards."""
-        return self._step_flat is not None and self._step_flat() is not None
+        return self._find_step() is not None
 
-    def attach(self, step_flat: Callable[[FlatParameters], None]) -> None:
+    def attach(self, step_flat: _Step) -> None:
         """Lets a method of an optimizer update this rank's shards of flat parameters."""
-        if self._step_flat is not None and self._step_flat() not in (None, step_flat):
+        if self._find_step() not in (None, step_flat):
             raise UsageError(
                 "the parameters of a ShardedDataParallel belong to another ShardedOptimizer "
                 "already; give one optimizer several groups instead"
             )
-        self._step_flat = weakref.WeakMethod(step_flat)
+        self._find_step = weakref.WeakMethod(step_flat)
 
     def step_flat(self, flat: FlatParameters) -> None:
         """Updates this rank's shards, whose gradients have arrived, and sends them."""
-        step = None if self._step_flat is None else self._step_flat()
-        if step is None:
+        if (step := self._find_step()) is None:
             raise UsageError(
                 "a ShardedDataParallel that steps in backward has no optimizer; make a "
                 "ShardedOptimizer of its parameters before the first backward"
