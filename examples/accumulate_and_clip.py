@@ -1,4 +1,4 @@
-"""A loop as trainers write it: it does not know the container, accumulates, and clips.
+"""A loop as trainers write it: it accumulates over micro-batches, weights ranks, and clips.
 
 Nothing here waits for communication: gradients are averaged when backward returns, and passes
 inside no_sync() stay local until the next one outside. The same global batches are divided among
@@ -37,14 +37,14 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         for micro in range(ACCUMULATION):
             batch = torch.randint(64, (GLOBAL_BATCH, CONTEXT + 1), generator=generator)
             own = batch[session.rank :: session.world_size].to(session.device)
-            share = len(own) / GLOBAL_BATCH
+            weight = len(own) / GLOBAL_BATCH
             is_last = micro == ACCUMULATION - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
                 if is_last:
                     model.set_gradient_weight(len(own))
                 loss = next_token_loss(model(own[:, :-1]), own[:, 1:]) / ACCUMULATION
                 loss.backward()
-            losses.append(loss.detach() * share)
+            losses.append(loss.detach() * weight)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
