@@ -40,21 +40,6 @@ _SYNC_BUFFERS = (
     else "broadcast_buffers"
 )
 
-_PLAIN: dict[StrategyName, Callable[[nn.Module], nn.Module]] = {
-    "none": lambda module: module,
-    "naive": NaiveDataParallel,
-    "flat": FlatDataParallel,
-    "overlapped": OverlappedDataParallel,
-    "sharded_optimizer": BucketedDataParallel,
-    "fully_sharded": FullyShardedDataParallel,
-}
-
-_IN_BUCKETS: dict[StrategyName, Callable[..., nn.Module]] = {
-    "bucketed": BucketedDataParallel,
-    "sharded": ShardedDataParallel,
-    "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
-}
-
 _SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = (
     "sharded_optimizer",
     "sharded",
@@ -65,20 +50,15 @@ _SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = (
 def apply_strategy(
     name: StrategyName, module: nn.Module, bucket_size_mb: BucketSize | None = None
 ) -> nn.Module:
-    """Wraps a module so that all ranks train it together; "none" leaves it alone.
+    """Wraps a module so that all ranks train it together; "none" returns it as it is.
 
     Without a bucket size, each strategy takes its own default.
     """
-    if bucket_size_mb is not None and name not in BUCKET_STRATEGIES:
+    if bucket_size_mb is None:
+        return _WRAP[name](module)
+    if name not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
-    if name in _IN_BUCKETS:
-        sizes = () if bucket_size_mb is None else (bucket_size_mb,)
-        return _IN_BUCKETS[name](module, *sizes)
-    if name in ("torch_ddp", "torch_zero", "torch_zero_view"):
-        return _torch_ddp(module, bucket_size_mb)
-    if name == "torch_fsdp2":
-        return _torch_fsdp2(module)
-    return _PLAIN[name](module)
+    return _WRAP[name](module, bucket_size_mb)
 
 
 def make_optimizer(
@@ -121,7 +101,7 @@ def _torch_fsdp2(module: nn.Module) -> nn.Module:
     return module
 
 
-def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None) -> nn.Module:
+def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> nn.Module:
     if bucket_size_mb == "auto":
         raise UsageError("torch_ddp cannot choose a bucket size; give it a number")
     if dist.get_world_size() == 1:
@@ -135,3 +115,20 @@ def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None) -> nn.Modul
         static_graph=True,
         **sync_buffers,
     )
+
+
+_WRAP: dict[StrategyName, Callable[..., nn.Module]] = {
+    "none": lambda module: module,
+    "naive": NaiveDataParallel,
+    "flat": FlatDataParallel,
+    "overlapped": OverlappedDataParallel,
+    "bucketed": BucketedDataParallel,
+    "torch_ddp": _torch_ddp,
+    "sharded_optimizer": BucketedDataParallel,
+    "torch_zero": _torch_ddp,
+    "torch_zero_view": _torch_ddp,
+    "sharded": ShardedDataParallel,
+    "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
+    "fully_sharded": FullyShardedDataParallel,
+    "torch_fsdp2": _torch_fsdp2,
+}
