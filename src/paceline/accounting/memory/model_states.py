@@ -82,29 +82,18 @@ def model_state_bytes(
     shape: ModelShape,
     precision: Precision,
     strategy: StrategyName,
-    world_size: Any,
+    world_size: int,
     *,
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
     """Returns what one device keeps of the model; on the rank that keeps most.
 
-    Of a model of this `shape` and `precision`, under a `strategy`. `world_size` may be an array of
-    integers. `bucket_size_mb`, in MiB, makes a difference only where gradients are sharded, and
-    there only to their padding.
+    Of a model of this `shape` and `precision`, under a `strategy` on `world_size` ranks.
+    `bucket_size_mb`, in MiB, makes a difference only where gradients are sharded, and there only to
+    their padding.
     """
-    if np.ndim(world_size):
-        many = [
-            model_state_bytes(shape, precision, strategy, int(size), bucket_size_mb=bucket_size_mb)
-            for size in world_size
-        ]
-        return ModelStates(
-            **{
-                field.name: np.array([getattr(states, field.name) for states in many])
-                for field in dataclasses.fields(ModelStates)
-            }
-        )
     of_ranks = rank_state_bytes(
-        shape, precision, strategy, int(world_size), bucket_size_mb=bucket_size_mb
+        shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
     )
     fullest = int(np.argmax(of_ranks.parameters + of_ranks.gradients + of_ranks.optimizer_state))
     return ModelStates(

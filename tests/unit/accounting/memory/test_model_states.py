@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -85,14 +84,6 @@ def test_whole_parameters_are_dealt_to_the_rank_that_has_least() -> None:
     states = model_state_bytes(shape, Precision(), "torch_zero", 3)
     assert sum(parameter_sizes(shape)) == 252
     assert states.optimizer_state == 8 * 88 + 4 * 3
-
-
-def test_world_sizes_may_be_an_array() -> None:
-    sizes = np.array([1, 2, 8])
-    many = model_state_bytes(XL, Precision(), "fully_sharded", sizes)
-    one_by_one = [model_state_bytes(XL, Precision(), "fully_sharded", int(n)) for n in sizes]
-    assert many.parameters.tolist() == [states.parameters for states in one_by_one]
-    assert many.optimizer_state.tolist() == [states.optimizer_state for states in one_by_one]
 
 
 def test_buckets_are_there_before_there_are_gradients() -> None:
