@@ -46,9 +46,9 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
         check=True,
     )
     *cases, summary = map(json.loads, few.stdout.splitlines())
-    assert [case["predicted"]["value"] for case in cases] == [
-        record.metrics["step_time_s"].value for record in predicted
-    ]
+    assert [case["predicted"]["value"] for case in cases] == pytest.approx(
+        [record.metrics["step_time_s"].value for record in predicted]
+    )
     assert (summary["num_cases"], summary["coverage"]) == (3, None)
 
 
