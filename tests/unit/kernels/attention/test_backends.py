@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.kernels.attention import tiled
 from paceline.kernels.attention.layout import empty_lse, empty_output
 from paceline.kernels.attention.op import find_backend
-from paceline.kernels.attention.sdpa import plan_pieces
+from paceline.kernels.attention.sdpa import plan_blocks
 from paceline.kernels.attention.tiled import plan_tiles
 from tests.unit.kernels.attention.attention_cases import Case, cases, expected_results
 
@@ -135,15 +135,15 @@ def test_tiles_cover_what_is_visible_once(
 
 
 @given(lengths, lengths, diagonals)
-def test_pieces_are_exactly_what_is_visible(
+def test_blocks_are_exactly_what_is_visible(
     num_queries: int, num_keys: int, diagonal: int | None
 ) -> None:
     seen = [
         (query, key)
-        for piece in plan_pieces(num_queries, num_keys, diagonal)
-        for query in range(piece.first_query, num_queries)
-        for key in range(piece.first_key, piece.end_key)
-        if not piece.causal or key - piece.first_key <= query - piece.first_query
+        for block in plan_blocks(num_queries, num_keys, diagonal)
+        for query in range(block.first_query, num_queries)
+        for key in range(block.first_key, block.end_key)
+        if not block.causal or key - block.first_key <= query - block.first_query
     ]
     assert len(seen) == len(set(seen))
     assert set(seen) == _visible(num_queries, num_keys, diagonal)
