@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from paceline.parallel import BucketedDataParallel, RankPool
 from paceline.parallel.buckets import TensorSpec
 from paceline.parallel.ddp import bucket_size
-from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, BucketSizeTuner
-from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy, Settings
+from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, BucketSizeChoice
 from tests.distributed.toys import (
     MODELS,
     data,
@@ -68,36 +66,27 @@ def test_watching_starts_anew_when_other_parameters_are_trained(rank_pool: Pools
     assert results[0][1] == 5
 
 
-def _measure_with_a_slow_rank(rank: int, _world_size: int) -> tuple[float, float, float, float]:
+def _measure_with_a_slow_rank(rank: int, _world_size: int) -> BucketSizeChoice:
+    settings = BucketedDataParallel(MODELS["layered"]())._settings
     before = bucket_size.time
     if rank == 1:  # Every look at the clock is 0.05 s later than the one before.
         ticks = itertools.count(0, 0.05)
         bucket_size.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
     try:
-        settings = Settings(
-            group_reference=GroupReference(dist.group.WORLD),
-            device=torch.device("cpu"),
-            launch=LaunchPolicy.WHEN_READY,
-            reduction_dtype=None,
-        )
-        tuner = BucketSizeTuner(settings)
+        tuner = bucket_size.BucketSizeTuner(settings)
     finally:
         bucket_size.time = before
     for _ in range(4):
         tuner.observe([0.3 * (rank + 1)])
-    choice = tuner.choose([TensorSpec("weight", 2**20, torch.float32, torch.device("cpu"))])
-    (candidate,) = {(c.num_buckets, c.cost_s - c.exposed_s) for c in choice.candidates.values()}
-    assert candidate == (1, pytest.approx(choice.start_s))
-    return choice.start_s, choice.latency_s, choice.backward_s, choice.bucket_size_mb
+    return tuner.choose([TensorSpec("weight", 2**20, torch.float32, torch.device("cpu"))])
 
 
 def test_the_slowest_rank_counts(rank_pool: Pools) -> None:
-    first, second = rank_pool(2).run(_measure_with_a_slow_rank)
-    assert first == second
-    start_s, latency_s, backward_s, _ = first
-    assert start_s == pytest.approx(0.05)
-    assert latency_s > 0.05  # Two looks at that clock, where a message takes a millisecond.
-    assert backward_s == pytest.approx(0.6)
+    choice, second = rank_pool(2).run(_measure_with_a_slow_rank)
+    assert choice == second
+    assert choice.start_s == pytest.approx(0.05)
+    assert choice.latency_s > 0.05  # Two looks at that clock; a real call takes a millisecond.
+    assert choice.backward_s == pytest.approx(0.6)
 
 
 def _alone(_rank: int, _world_size: int) -> None:

@@ -356,7 +356,9 @@ def _continue(
     path: str,
 ) -> None:
     optimizer_cls, options = CASES[case]
-    make_sharded = functools.partial(ShardedOptimizer, partition=partition)
+    make_sharded = functools.partial(
+        ShardedOptimizer, optimizer_cls=optimizer_cls, partition=partition
+    )
     never_saved = _model(name=model_name)
     reference = optimizer_cls(never_saved.parameters(), **options)
     for step in range(3):
@@ -369,8 +371,7 @@ def _continue(
     runs = []
     for number, make in enumerate((make_sharded, make_sharded, optimizer_cls)):
         model = _model(6 + number, model_name)
-        arguments = (optimizer_cls,) if make is make_sharded else ()
-        optimizer = make(model.parameters(), *arguments, **options)
+        optimizer = make(model.parameters(), **options)
         model.load_state_dict(weights["model"])
         runs.append((model, optimizer))
     (ours, from_checkpoint), (_, from_full), (alone, plain) = runs
@@ -385,7 +386,7 @@ def _continue(
         _require_bits(model, never_saved)
     # And back: from plain torch.optim into shards.
     back = _model(9, model_name)
-    again = make_sharded(back.parameters(), optimizer_cls, **options)
+    again = make_sharded(back.parameters(), **options)
     back.load_state_dict(alone.state_dict())
     again.load_state_dict(plain.state_dict())
     for model, optimizer in ((back, again), (alone, plain)):
