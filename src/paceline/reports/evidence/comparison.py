@@ -48,17 +48,6 @@ class Ratio:
             return "less"
         return "more" if self.low > 1 else "alike"
 
-    def describe(self) -> str:
-        """Writes the ratio with its interval, such as ``0.733 times (0.720 to 0.751)``."""
-        text = f"{self.value:.3g} times"
-        return text if self.num_samples < 2 else f"{text} ({self.low:.3g} to {self.high:.3g})"
-
-    def judged_by(self, noun: str) -> str:
-        """Says how few samples there are, such as ``judged by 3 rounds only``."""
-        if self.num_samples == 1:
-            return f"judged by one {noun} only"
-        return f"judged by {self.num_samples} {noun}s only"
-
 
 def compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Ratio | None:
     """Divides one metric by another; None where there is nothing to divide by.

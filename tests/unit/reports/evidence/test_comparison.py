@@ -73,22 +73,6 @@ def test_nothing_is_divided_by_zero(base: Metric, in_turn: bool) -> None:
     assert compare(Metric(value=1.0, samples=(1.0,) * 3), base, in_turn=in_turn) is None
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "text", "judged"),
-    [
-        (1, "0.5 times", "judged by one round only"),
-        (2, "0.5 times (0.5 to 0.5)", "judged by 2 rounds only"),
-    ],
-)
-def test_what_few_samples_say_is_left_to_the_reader(
-    num_samples: int, text: str, judged: str
-) -> None:
-    found = _compare(
-        _metric(0.5, (1.0,) * num_samples), _metric(1.0, (1.0,) * num_samples), in_turn=True
-    )
-    assert (found.describe(), found.judged_by("round")) == (text, judged)
-
-
 @pytest.mark.parametrize(("value", "expected"), [(1.25, False), (1.31, True), (0.69, True)])
 def test_one_more_sample_stands_out_beyond_all_others(value: float, expected: bool) -> None:
     assert stands_out(value, _metric(1.0, NOISY)) is expected
