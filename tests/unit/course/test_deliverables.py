@@ -56,6 +56,9 @@ def test_an_empty_store_leaves_what_is_calculated_and_says_how_to_measure_the_re
             assert bool(part.blocks) == (asked.kind is None) == (not part.commands), part.title
             assert len(part.commands) != 1, "only the command for GPUs"
             assert part.question.endswith("?")
+            profiled = asked.kind in ("memory_timeline", "timeline")
+            for command in part.commands[:-1]:
+                assert ("profile " in command) == profiled, part.title
 
 
 @pytest.mark.parametrize("part", MEASURED)

@@ -96,6 +96,8 @@ def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) 
     cases = suite_cases(preset, quick=quick)
     assert len({case.name for case in cases}) == len({case.command for case in cases}) == len(cases)
     assert all(case.seconds > 0 and case.expected for case in cases)
+    (warmed,) = [case for case in cases if case.name == "step-warmup"]
+    assert [expected["warmup"] for expected in warmed.expected] == [0, 1, 2, 5]
     for case in (case for case in cases if case.rate):
         assert case.lab == ("--hosts", "2", "--rate", case.rate)
         links = {"num_hosts": 2, "link_rate_bits_per_s": RATES[case.rate]}
