@@ -45,7 +45,7 @@ def _growth(first: Record, last: Record) -> Iterator[Finding]:
     is_quadratic = saved_power > _QUADRATIC
     yield make_finding(
         "attention_memory_quadratic" if is_quadratic else "attention_memory_linear",
-        "From length {first_length} to {case}, memory saved for backward grows with power "
+        "From length {first_length:g} to {case}, memory saved for backward grows with power "
         "{saved_power} of the length, to {saved_bytes}, and forward with power {forward_power}, to "
         "{forward_time_s}.",
         "Recompute the scores in backward, tile by tile." if is_quadratic else "",

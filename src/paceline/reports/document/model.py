@@ -39,7 +39,8 @@ class Block:
 
 def finding_text(finding: Finding) -> str:
     """Returns a finding as prose: what was seen, then what to do about it."""
-    return f"{finding.message} {finding.remedy}".rstrip()
+    separator = " " if finding.message.endswith(".") else "; "
+    return f"{finding.message}{separator}{finding.remedy}" if finding.remedy else finding.message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
