@@ -65,7 +65,5 @@ def flops_per_token(
     forward = 2 * parameters.matmul + attention
     recomputed = {"none": 0.0, "selective": attention, "full": blocks}
     return FlopsPerToken(
-        forward=forward,
-        backward=2 * forward,
-        recomputation=recomputed[activation_checkpointing],
+        forward=forward, backward=2 * forward, recomputation=recomputed[activation_checkpointing]
     )

@@ -1,13 +1,7 @@
 """Specs, presets and hardware: frozen descriptions that everything else takes as input."""
 
 from paceline.core.device_table import find_device, known_devices
-from paceline.core.errors import (
-    HardwareError,
-    PacelineError,
-    RecordError,
-    ShapeError,
-    UsageError,
-)
+from paceline.core.errors import HardwareError, PacelineError, RecordError, ShapeError, UsageError
 from paceline.core.hardware import Device, Link, SourcedValue
 from paceline.core.plan import Estimate, ParallelLayout, Plan
 from paceline.core.presets import model_preset, preset_names

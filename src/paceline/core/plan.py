@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from paceline.core.errors import ShapeError
-from paceline.core.specs import (
-    BatchShape,
-    ModelShape,
-    Precision,
-    require_at_least,
-    require_choice,
-)
+from paceline.core.specs import BatchShape, ModelShape, Precision, require_at_least, require_choice
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 ActivationCheckpointing = Literal["none", "selective", "full"]

@@ -12,11 +12,7 @@ from paceline.core.specs import ModelShape
 
 def _course(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
     return ModelShape(
-        vocab_size=10_000,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
+        vocab_size=10_000, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
     )
 
 
@@ -51,27 +47,9 @@ _PRESETS: dict[str, ModelShape] = {
         positions="none",
     ),
     # Models that train on a laptop. Data-parallel figures are about the second.
-    "bytes-6M": ModelShape(
-        vocab_size=256,
-        d_model=256,
-        d_ff=1024,
-        num_layers=6,
-        num_heads=4,
-    ),
-    "bytes-34M": ModelShape(
-        vocab_size=256,
-        d_model=512,
-        d_ff=2048,
-        num_layers=8,
-        num_heads=8,
-    ),
-    "words-44M": ModelShape(
-        vocab_size=10_000,
-        d_model=768,
-        d_ff=3072,
-        num_layers=3,
-        num_heads=12,
-    ),
+    "bytes-6M": ModelShape(vocab_size=256, d_model=256, d_ff=1024, num_layers=6, num_heads=4),
+    "bytes-34M": ModelShape(vocab_size=256, d_model=512, d_ff=2048, num_layers=8, num_heads=8),
+    "words-44M": ModelShape(vocab_size=10_000, d_model=768, d_ff=3072, num_layers=3, num_heads=12),
     "llama3-8B": _llama3(4096, 14336, 32, 32),
     "llama3-70B": _llama3(8192, 28672, 80, 64),
     "llama3-405B": _llama3(16384, 53248, 126, 128),

@@ -152,12 +152,7 @@ class ModelShape:
 
 # What `paceline.models.TransformerLM` builds; it is here so that a sweep can refuse a shape
 # without loading torch.
-_BUILDABLE = {
-    "feed_forward": "swiglu",
-    "norm": "rmsnorm",
-    "positions": "rotary",
-    "biases": False,
-}
+_BUILDABLE = {"feed_forward": "swiglu", "norm": "rmsnorm", "positions": "rotary", "biases": False}
 
 
 def require_buildable(shape: ModelShape) -> None:

@@ -7,12 +7,7 @@ from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segm
 from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
-from paceline.prediction.calibration import (
-    Calibration,
-    Timed,
-    attention_work,
-    linear_work,
-)
+from paceline.prediction.calibration import Calibration, Timed, attention_work, linear_work
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import LINK_SHAPE
 

@@ -4,12 +4,7 @@ import dataclasses
 
 from paceline.accounting.step_work import ModelSegment, model_segments
 from paceline.core.specs import BatchShape, ModelShape
-from paceline.prediction.calibration import (
-    Calibration,
-    attention_work,
-    linear_work,
-    nearest_times,
-)
+from paceline.prediction.calibration import Calibration, attention_work, linear_work, nearest_times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +111,5 @@ def _direction(
         # A GPU runs behind the program and hides launches, as far as it has something to do.
         launch_s = max(0.0, launch_s - matmul_s - attention_s - elementwise_s)
     return SegmentTime(
-        matmul_s=matmul_s,
-        attention_s=attention_s,
-        elementwise_s=elementwise_s,
-        launch_s=launch_s,
+        matmul_s=matmul_s, attention_s=attention_s, elementwise_s=elementwise_s, launch_s=launch_s
     )

@@ -125,11 +125,7 @@ _KINDS: dict[str, Kind] = {
             method=("warmup", "steps"),
         ),
         # Training steps under one of several strategies that were measured in turn.
-        Kind(
-            name="ddp",
-            join_key=_DATA_PARALLEL,
-            method=("baseline", "warmup", "rounds"),
-        ),
+        Kind(name="ddp", join_key=_DATA_PARALLEL, method=("baseline", "warmup", "rounds")),
         # Memory of such steps by what it holds, one strategy after the other.
         Kind(name="optimizer", join_key=_DATA_PARALLEL, method=("warmup", "steps")),
         # Where the time of such steps went on one rank, and one of them in detail.

@@ -12,24 +12,14 @@ from collections.abc import Mapping
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError, UsageError
 from paceline.core.units import format_decimal
-from paceline.records.kinds import (
-    LINK_DELAY,
-    LINK_FIELDS,
-    LINK_LOSS,
-    LINK_RATE,
-    MEASURED_LINK_RATE,
-)
+from paceline.records.kinds import LINK_DELAY, LINK_FIELDS, LINK_LOSS, LINK_RATE, MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue
 
 _VARIABLES = {field: f"PACELINE_{field.upper()}" for field in LINK_FIELDS}
 
 
 def link_variables(
-    *,
-    rate_bits_per_s: float | None,
-    measured_rate_bits_per_s: float,
-    loss: float,
-    delay_s: float,
+    *, rate_bits_per_s: float | None, measured_rate_bits_per_s: float, loss: float, delay_s: float
 ) -> dict[str, str]:
     """Returns the environment by which the lab describes its links."""
     values = {

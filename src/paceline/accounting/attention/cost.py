@@ -103,11 +103,7 @@ def attention_saved_bytes(
 
 
 def tiled_attention_peak_bytes(
-    batch: BatchShape,
-    head_dim: int,
-    element_bytes: int,
-    *,
-    causal: bool,
+    batch: BatchShape, head_dim: int, element_bytes: int, *, causal: bool
 ) -> int:
     """Returns the most that one forward and backward pass of tiles holds, inputs included.
 

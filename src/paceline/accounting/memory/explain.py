@@ -7,12 +7,7 @@ from paceline.accounting.memory.activations import Checkpointing, count_activati
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.core.finding import Finding
 from paceline.core.hardware import Device
-from paceline.core.specs import (
-    AttentionImplementation,
-    BatchShape,
-    ModelShape,
-    Precision,
-)
+from paceline.core.specs import AttentionImplementation, BatchShape, ModelShape, Precision
 from paceline.core.strategies import (
     DEFAULT_BUCKET_SIZE_MB,
     SHARDED_PARAMETERS,

@@ -308,9 +308,7 @@ class ForwardPass:
             self.tape.hold(value.buffer)
             return value
         return self.tape.operate(
-            [value],
-            value.buffer.num_bytes * group,
-            gradient_bytes=[value.buffer.num_bytes],
+            [value], value.buffer.num_bytes * group, gradient_bytes=[value.buffer.num_bytes]
         )
 
     def _reordered(self, value: Value) -> Value:

@@ -45,8 +45,4 @@ def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitS
     beyond = np.where(begun > 0, np.maximum(ends[last] - borders, 0), 0)
     num_before = whole[begun] - beyond
     ended = np.searchsorted(ends, borders, side="right")
-    return UnitShares(
-        share=share,
-        num_owned=np.diff(num_before),
-        num_pieces=begun[1:] - ended[:-1],
-    )
+    return UnitShares(share=share, num_owned=np.diff(num_before), num_pieces=begun[1:] - ended[:-1])
