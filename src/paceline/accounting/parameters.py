@@ -35,16 +35,8 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters, tied ones once."""
-        return (
-            self.embedding
-            + self.positions
-            + self.attention
-            + self.feed_forward
-            + self.biases
-            + self.norms
-            + self.head
-        )
+        """All parameters, tied ones once; `matmul` counts some of the other fields again."""
+        return int(sum(dataclasses.astuple(self))) - self.matmul
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
@@ -54,19 +46,20 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
         shape: The model's dimensions.
     """
     embedding = shape.vocab_size * shape.d_model
-    positions = shape.max_context_length * shape.d_model if shape.positions == "learned" else 0
-    attention_per_layer = shape.d_model * (2 * shape.attention_width + 2 * shape.key_value_width)
-    feed_forward_per_layer = _FEED_FORWARD_MATRICES[shape.feed_forward] * shape.d_model * shape.d_ff
+    width, num_matrices = shape.d_model, _FEED_FORWARD_MATRICES[shape.feed_forward]
+    attention = shape.num_layers * width * 2 * (shape.attention_width + shape.key_value_width)
+    feed_forward = shape.num_layers * width * num_matrices * shape.d_ff
     num_norms = shape.num_layers * (2 if shape.num_heads else 1) + 1
-    attention = shape.num_layers * attention_per_layer
-    feed_forward = shape.num_layers * feed_forward_per_layer
+    biases = (num_matrices - 1) * shape.d_ff + width
+    if shape.num_heads:
+        biases += shape.attention_width + 2 * shape.key_value_width + width
     return ParameterCount(
         embedding=embedding,
-        positions=positions,
+        positions=shape.max_context_length * width if shape.positions == "learned" else 0,
         attention=attention,
         feed_forward=feed_forward,
-        biases=shape.num_layers * _biases_per_layer(shape) if shape.biases else 0,
-        norms=num_norms * _VECTORS_PER_NORM[shape.norm] * shape.d_model,
+        biases=shape.num_layers * biases if shape.biases else 0,
+        norms=num_norms * _VECTORS_PER_NORM[shape.norm] * width,
         head=0 if shape.tied_embeddings else embedding,
         matmul=attention + feed_forward + embedding,
     )
@@ -90,9 +83,3 @@ def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
         "up": (hidden, width),
         "down": (width, hidden),
     }
-
-
-def _biases_per_layer(shape: ModelShape) -> int:
-    attention = shape.attention_width + 2 * shape.key_value_width + shape.d_model
-    feed_forward = (_FEED_FORWARD_MATRICES[shape.feed_forward] - 1) * shape.d_ff + shape.d_model
-    return (attention if shape.num_heads else 0) + feed_forward

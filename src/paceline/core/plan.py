@@ -46,22 +46,12 @@ class ParallelLayout:
     """Gradient bucket cap in MiB, as in torch; None for the strategy's own choice."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            "ParallelLayout",
-            1,
-            replicate=self.replicate,
-            shard=self.shard,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            context=self.context,
-            pipeline_interleave=self.pipeline_interleave,
-        )
+        axes = ("replicate", "shard", "tensor", "pipeline", "context")
+        require_at_least(self, 1, *axes, "pipeline_interleave")
         require_choice("ParallelLayout", "sharding", self.sharding, Sharding)
+        checkpointing = self.activation_checkpointing
         require_choice(
-            "ParallelLayout",
-            "activation_checkpointing",
-            self.activation_checkpointing,
-            ActivationCheckpointing,
+            "ParallelLayout", "activation_checkpointing", checkpointing, ActivationCheckpointing
         )
         if self.shard > 1 and self.sharding == "none":
             raise ShapeError(

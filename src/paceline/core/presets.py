@@ -6,59 +6,43 @@ output layer are left out and a feed-forward layer is two plain matrices. bytes-
 Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1.
 """
 
+from typing import Any
+
 from paceline.core.errors import UsageError, did_you_mean
 from paceline.core.specs import ModelShape
 
 
-def _course(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
+def _shape(
+    vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int, **others: Any
+) -> ModelShape:
     return ModelShape(
-        vocab_size=10_000, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
-    )
-
-
-def _llama3(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
-    return ModelShape(
-        vocab_size=128_256,
+        vocab_size=vocab_size,
         d_model=d_model,
         d_ff=d_ff,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=8,
-        max_context_length=8192,
-        rope_theta=500_000.0,
+        **others,
     )
 
 
+_LLAMA3 = {"num_kv_heads": 8, "max_context_length": 8192, "rope_theta": 500_000.0}
 _PRESETS: dict[str, ModelShape] = {
-    "small": _course(768, 3072, 12, 12),
-    "medium": _course(1024, 4096, 24, 16),
-    "large": _course(1280, 5120, 36, 20),
-    "xl": _course(1600, 6400, 48, 25),
-    "2.7B": _course(2560, 10240, 32, 32),
-    "10B": _course(4608, 12288, 50, 36),
-    "xxl": ModelShape(
-        vocab_size=0,
-        d_model=16384,
-        d_ff=53248,
-        num_layers=126,
-        num_heads=0,
-        feed_forward="linear",
-        norm="none",
-        positions="none",
-    ),
+    "small": _shape(10_000, 768, 3072, 12, 12),
+    "medium": _shape(10_000, 1024, 4096, 24, 16),
+    "large": _shape(10_000, 1280, 5120, 36, 20),
+    "xl": _shape(10_000, 1600, 6400, 48, 25),
+    "2.7B": _shape(10_000, 2560, 10240, 32, 32),
+    "10B": _shape(10_000, 4608, 12288, 50, 36),
+    "xxl": _shape(0, 16384, 53248, 126, 0, feed_forward="linear", norm="none", positions="none"),
     # Models that train on a laptop. Data-parallel figures are about the second.
-    "bytes-6M": ModelShape(vocab_size=256, d_model=256, d_ff=1024, num_layers=6, num_heads=4),
-    "bytes-34M": ModelShape(vocab_size=256, d_model=512, d_ff=2048, num_layers=8, num_heads=8),
-    "words-44M": ModelShape(vocab_size=10_000, d_model=768, d_ff=3072, num_layers=3, num_heads=12),
-    "llama3-8B": _llama3(4096, 14336, 32, 32),
-    "llama3-70B": _llama3(8192, 28672, 80, 64),
-    "llama3-405B": _llama3(16384, 53248, 126, 128),
-    "gpt3-175B": ModelShape(
-        vocab_size=50_257,
-        d_model=12288,
-        d_ff=49152,
-        num_layers=96,
-        num_heads=96,
+    "bytes-6M": _shape(256, 256, 1024, 6, 4),
+    "bytes-34M": _shape(256, 512, 2048, 8, 8),
+    "words-44M": _shape(10_000, 768, 3072, 3, 12),
+    "llama3-8B": _shape(128_256, 4096, 14336, 32, 32, **_LLAMA3),
+    "llama3-70B": _shape(128_256, 8192, 28672, 80, 64, **_LLAMA3),
+    "llama3-405B": _shape(128_256, 16384, 53248, 126, 128, **_LLAMA3),
+    "gpt3-175B": _shape(
+        *(50_257, 12288, 49152, 96, 96),
         feed_forward="gelu",
         norm="layernorm",
         positions="learned",

@@ -42,11 +42,13 @@ def require_choice(owner: str, field: str, value: str, choices: object) -> None:
         raise ShapeError(f"{owner}.{field} is {value!r}; it must be one of {names}")
 
 
-def require_at_least(owner: str, minimum: int, **fields: int) -> None:
-    """Refuses numbers below a minimum, naming the first such field."""
-    for field, value in fields.items():
-        if value < minimum:
-            raise ShapeError(f"{owner}.{field} is {value}; it must be at least {minimum}")
+def require_at_least(owner: object, minimum: int, *fields: str) -> None:
+    """Refuses numbers below a minimum, naming the first such field; None is no number."""
+    for field in fields:
+        value = getattr(owner, field)
+        if value is not None and value < minimum:
+            name = type(owner).__name__
+            raise ShapeError(f"{name}.{field} is {value}; it must be at least {minimum}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,15 +95,8 @@ class ModelShape:
         require_choice("ModelShape", "feed_forward", self.feed_forward, FeedForward)
         require_choice("ModelShape", "norm", self.norm, Norm)
         require_choice("ModelShape", "positions", self.positions, Positions)
-        require_at_least(
-            "ModelShape",
-            1,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_layers=self.num_layers,
-            max_context_length=self.max_context_length,
-        )
-        require_at_least("ModelShape", 0, vocab_size=self.vocab_size, num_heads=self.num_heads)
+        require_at_least(self, 1, "d_model", "d_ff", "num_layers", "max_context_length")
+        require_at_least(self, 0, "vocab_size", "num_heads")
         if self.num_heads > 0:
             self._validate_heads()
         if self.rope_theta <= 0 or self.norm_epsilon <= 0:
@@ -113,9 +108,7 @@ class ModelShape:
                 f"ModelShape.d_model {self.d_model} is not divisible by num_heads "
                 f"{self.num_heads}; change one of them or give head_dim"
             )
-        require_at_least(
-            "ModelShape", 1, num_kv_heads=self.key_value_heads, head_dim=self.head_width
-        )
+        require_at_least(self, 1, "num_kv_heads", "head_dim")
         if self.num_heads % self.key_value_heads:
             raise ShapeError(
                 f"ModelShape.num_heads {self.num_heads} is not a multiple of num_kv_heads "
@@ -189,7 +182,7 @@ class BatchShape:
     """Forward and backward passes per optimizer step."""
 
     def __post_init__(self) -> None:
-        require_at_least("BatchShape", 1, **dataclasses.asdict(self))
+        require_at_least(self, 1, "num_sequences", "context_length", "accumulation_steps")
 
     @property
     def tokens_per_pass(self) -> int:

@@ -20,35 +20,18 @@ StrategyName = Literal[
     "torch_fsdp2",
 ]
 
-BUCKET_STRATEGIES: tuple[StrategyName, ...] = (
-    "bucketed",
-    "torch_ddp",
-    "sharded",
-    "sharded_per_bucket",
-)
-"""Those that a bucket size makes a difference to."""
+SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
+"""Those that shard parameters, gradients and the optimizer state: ZeRO-3."""
 
-SHARDED_STATE: tuple[StrategyName, ...] = (
-    "sharded_optimizer",
-    "torch_zero",
-    "torch_zero_view",
-    "sharded",
-    "sharded_per_bucket",
-    "fully_sharded",
-    "torch_fsdp2",
-)
+_PER_BUCKET: tuple[StrategyName, ...] = ("sharded", "sharded_per_bucket")
+SHARDED_GRADIENTS = (*_PER_BUCKET, *SHARDED_PARAMETERS)
+"""Those that shard gradients and the optimizer state: ZeRO-2 and 3."""
+
+SHARDED_STATE = ("sharded_optimizer", "torch_zero", "torch_zero_view", *SHARDED_GRADIENTS)
 """Those that shard the optimizer state: ZeRO-1, 2 and 3."""
 
-SHARDED_GRADIENTS: tuple[StrategyName, ...] = (
-    "sharded",
-    "sharded_per_bucket",
-    "fully_sharded",
-    "torch_fsdp2",
-)
-"""Those that shard gradients as well: ZeRO-2 and 3."""
-
-SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
-"""Those that shard parameters as well: ZeRO-3."""
+BUCKET_STRATEGIES = ("bucketed", "torch_ddp", *_PER_BUCKET)
+"""Those that a bucket size makes a difference to."""
 
 _ALIASES = {
     "ddp": "'torch_ddp' or our 'bucketed'",

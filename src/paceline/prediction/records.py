@@ -12,8 +12,8 @@ from paceline.prediction.backtest import BacktestCase, Correction
 from paceline.prediction.calibration import Calibration
 from paceline.prediction.step import StepTerms, strategy_step_terms
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
-from paceline.records.cases import model_case_fields
 from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind
+from paceline.records.schema import model_case_fields
 
 STEP = "step_time_s"
 _MEASURED = "ddp"

@@ -71,7 +71,7 @@ def capture_environment(
         processor=processor_name(),
         num_processors=available_processors(),
         memory_bytes=physical_memory_bytes(),
-        packages=_package_versions(),
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
         devices=tuple(devices),
         backends=tuple(backends),
     )
@@ -123,14 +123,11 @@ def network_links() -> list[str]:
     return links
 
 
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache
@@ -147,14 +144,10 @@ def _checkout_state() -> tuple[str | None, bool | None]:
 
 
 def _git(checkout: pathlib.Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(checkout), *arguments]
     try:
-        result = subprocess.run(
-            ["git", "-C", str(checkout), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()

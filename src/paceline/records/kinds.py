@@ -26,15 +26,8 @@ LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 _PLACE = ("device", "hardware", "threads")
 _GROUP = ("world_size", "num_hosts", "dtype", "backend")
 MODEL_FIELDS = (
-    "model",
-    "vocab_size",
-    "d_model",
-    "d_ff",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "tied_embeddings",
+    *("model", "vocab_size", "d_model", "d_ff", "num_layers"),
+    *("num_heads", "num_kv_heads", "head_dim", "tied_embeddings"),
 )
 """A model's name and the dimensions that it stands for."""
 
@@ -57,23 +50,14 @@ class Kind:
 
 
 _HOW = (
-    "precision",
-    "float32_matmul_precision",
-    "compile",
-    "activation_checkpointing",
-    "attention",
-    "optimizer",
+    *("precision", "float32_matmul_precision", "compile"),
+    *("activation_checkpointing", "attention", "optimizer"),
 )
 _STEP = (*MODEL_FIELDS, "batch", "context", "phase", *_HOW, *_PLACE)
 _DATA_PARALLEL = (
-    *("strategy", "bucket_size_mb"),
-    *MODEL_FIELDS,
-    *("batch", "context"),
-    *_HOW,
-    *("world_size", "num_hosts", "backend"),
-    *_PLACE,
+    *("strategy", "bucket_size_mb", *MODEL_FIELDS, "batch", "context", *_HOW),
+    *("world_size", "num_hosts", "backend", *_PLACE),
 )
-
 
 _KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -89,15 +73,8 @@ _KINDS: dict[str, Kind] = {
         Kind(
             name="attention",
             join_key=(
-                "implementation",
-                "batch",
-                "context",
-                "head_dim",
-                "causal",
-                "dtype",
-                "float32_matmul_precision",
-                "compile",
-                *_PLACE,
+                *("implementation", "batch", "context", "head_dim", "causal", "dtype"),
+                *("float32_matmul_precision", "compile", *_PLACE),
             ),
             method=("warmup", "steps", "timer"),
         ),

@@ -15,6 +15,7 @@ import msgspec
 
 from paceline.core.errors import RecordError
 from paceline.core.plan import Estimate
+from paceline.core.specs import BatchShape, ModelShape
 from paceline.records.environment import Environment
 from paceline.records.kinds import LINK_SHAPE, PREDICTION, PREDICTS, Kind, find_kind
 
@@ -128,3 +129,20 @@ def join_key(record: Record) -> tuple[CaseValue, ...]:
     kind = record.measured_kind
     fields = (*kind.join_key, *LINK_SHAPE)
     return (kind.name, *(record.case.get(field) for field in fields))
+
+
+def model_case_fields(name: str, shape: ModelShape, batch: BatchShape) -> dict[str, CaseValue]:
+    """Returns what a case says of the model and the batch of one rank."""
+    return {
+        "model": name,
+        "vocab_size": shape.vocab_size,
+        "d_model": shape.d_model,
+        "d_ff": shape.d_ff,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "tied_embeddings": shape.tied_embeddings,
+        "batch": batch.num_sequences,
+        "context": batch.context_length,
+    }

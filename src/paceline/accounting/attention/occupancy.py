@@ -21,68 +21,46 @@ class Multiprocessor:
 
     device: str
     """A device of the hardware table that has it."""
-    warp_size: int
-    """Threads that run in step: a warp, or wavefront."""
     max_warps: int
     max_blocks: int
-    registers: int
-    """Of 32 bits, for all threads together."""
-    registers_per_portion: int
-    """Registers are given to a warp in multiples of this."""
     shared_bytes: int
-    reserved_bytes_per_block: int
-    shared_bytes_per_block: int
-    """The most that one block may have."""
+    # What all of NVIDIA's generations have in common.
+    warp_size: int = 32
+    """Threads that run in step: a warp, or wavefront."""
+    registers: int = 65536
+    """Of 32 bits, for all threads together."""
+    registers_per_portion: int = 256
+    """Registers are given to a warp in multiples of this."""
+    reserved_bytes_per_block: int = KIB
 
 
-def _nvidia(
-    device: str, *, max_warps: int, max_blocks: int, shared_kibibytes: int
-) -> Multiprocessor:
-    """Describes what all these generations have in common, and what tells them apart."""
-    return Multiprocessor(
-        device=device,
-        warp_size=32,
-        max_warps=max_warps,
-        max_blocks=max_blocks,
-        registers=65536,
-        registers_per_portion=256,
-        shared_bytes=shared_kibibytes * KIB,
-        reserved_bytes_per_block=KIB,
-        shared_bytes_per_block=(shared_kibibytes - 1) * KIB,
-    )
-
-
-_MULTIPROCESSORS: dict[str, Multiprocessor] = {
-    "sm80": _nvidia("a100-sxm-80gb", max_warps=64, max_blocks=32, shared_kibibytes=164),
-    "sm86": _nvidia("rtx-3090", max_warps=48, max_blocks=16, shared_kibibytes=100),
-    "sm90": _nvidia("h100-sxm", max_warps=64, max_blocks=32, shared_kibibytes=228),
-    "sm100": _nvidia("b200-sxm", max_warps=64, max_blocks=32, shared_kibibytes=228),
+MULTIPROCESSORS: dict[str, Multiprocessor] = {
+    "sm80": Multiprocessor(
+        device="a100-sxm-80gb", max_warps=64, max_blocks=32, shared_bytes=164 * KIB
+    ),
+    "sm86": Multiprocessor(device="rtx-3090", max_warps=48, max_blocks=16, shared_bytes=100 * KIB),
+    "sm90": Multiprocessor(device="h100-sxm", max_warps=64, max_blocks=32, shared_bytes=228 * KIB),
+    "sm100": Multiprocessor(device="b200-sxm", max_warps=64, max_blocks=32, shared_bytes=228 * KIB),
     # Four SIMD units, each with 512 registers for the 64 lanes of up to 8 wavefronts.
     "gfx942": Multiprocessor(
         device="mi300x",
-        warp_size=64,
         max_warps=32,
         max_blocks=32,
+        shared_bytes=64 * KIB,
+        warp_size=64,
         registers=4 * 512 * 64,
         registers_per_portion=8 * 64,
-        shared_bytes=64 * KIB,
         reserved_bytes_per_block=0,
-        shared_bytes_per_block=64 * KIB,
     ),
 }
 
 
-def known_architectures() -> tuple[str, ...]:
-    """Returns the architectures whose limits are known."""
-    return tuple(_MULTIPROCESSORS)
-
-
 def find_multiprocessor(architecture: str) -> Multiprocessor:
     """Returns the limits of an architecture such as sm90."""
-    if architecture not in _MULTIPROCESSORS:
-        known = ", ".join(_MULTIPROCESSORS)
+    if architecture not in MULTIPROCESSORS:
+        known = ", ".join(MULTIPROCESSORS)
         raise HardwareError(f"unknown architecture {architecture!r}; known: {known}")
-    return _MULTIPROCESSORS[architecture]
+    return MULTIPROCESSORS[architecture]
 
 
 def blocks_at_once(
@@ -96,19 +74,15 @@ def blocks_at_once(
         shared_bytes: Shared memory of one block.
         num_warps: Warps of one block.
     """
-    if shared_bytes > multiprocessor.shared_bytes_per_block:
-        return 0
     portion = multiprocessor.registers_per_portion
     registers_per_warp = -(-registers * multiprocessor.warp_size // portion) * portion
     shared_per_block = shared_bytes + multiprocessor.reserved_bytes_per_block
-    limits = [
+    return min(
         multiprocessor.max_blocks,
         multiprocessor.max_warps // num_warps,
         multiprocessor.registers // max(registers_per_warp, 1) // num_warps,
-    ]
-    if shared_per_block:
-        limits.append(multiprocessor.shared_bytes // shared_per_block)
-    return min(limits)
+        multiprocessor.shared_bytes // max(shared_per_block, 1),
+    )
 
 
 def occupancy(

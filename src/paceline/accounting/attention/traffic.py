@@ -60,11 +60,12 @@ def kernel_work(
     row = head_dim * element_bytes
     whole = length * row
     number = length * _FLOAT32_BYTES
-    query_tiles = _tiles(length, block_queries)
-    key_tiles = _tiles(length, block_keys)
     # Rows of the other side that all programs together read, tile by tile.
-    keys_read = sum(min(end, length) if causal else length for _, end in query_tiles)
-    queries_read = sum(length - begin if causal else length for begin, _ in key_tiles)
+    keys_read = queries_read = 0
+    for begin in range(0, length, block_queries):
+        keys_read += min(begin + block_queries, length) if causal else length
+    for begin in range(0, length, block_keys):
+        queries_read += length - begin if causal else length
     if kernel == "forward":
         best, again = 4 * whole + number, (keys_read - length) * 2 * row
     elif kernel == "delta":
@@ -76,7 +77,3 @@ def kernel_work(
         best, again = 5 * whole + 2 * number, (keys_read - length) * 2 * row
     flops = _PRODUCTS[kernel] * 2 * head_dim * visible_pairs(length, causal=causal)
     return KernelWork(flops=flops, best_bytes=best, worst_bytes=best + again)
-
-
-def _tiles(length: int, block: int) -> list[tuple[int, int]]:
-    return [(begin, begin + block) for begin in range(0, length, block)]

@@ -98,33 +98,23 @@ def find_warnings(
 ) -> list[Finding]:
     """Names what cannot be true of a measured collective."""
     warnings = []
+
+    def warn(name: str, message: str, remedy: str = "use larger sizes") -> None:
+        warnings.append(Finding(name=name, message=message, remedy=remedy))
+
     latency = fit.segments[0].latency_s.value
     if latency > _SETUP_LATENCY_S:
-        warnings.append(
-            Finding(
-                name="timed_setup",
-                message=f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
-                "the communicator was timed",
-                remedy="warm up before measuring",
-            )
-        )
+        message = f"a message without bytes would take {latency * 1e3:.0f} ms: the set-up of "
+        warn("timed_setup", f"{message}the communicator was timed", "warm up before measuring")
     if any(segment.bytes_per_s is None for segment in fit.segments):
-        warnings.append(
-            Finding(
-                name="undetermined_bandwidth",
-                message="the time does not grow with the size: only latency was measured",
-                remedy="use larger sizes",
-            )
-        )
+        message = "the time does not grow with the size: only latency was measured"
+        warn("undetermined_bandwidth", message)
     if line_bytes_per_s is not None and bus_bytes_per_s > 1.02 * line_bytes_per_s:
-        warnings.append(
-            Finding(
-                name="above_line_rate",
-                message=f"a bus bandwidth of {bus_bytes_per_s / 1e9:.3g} GB/s on a line of "
-                f"{line_bytes_per_s / 1e9:.3g} GB/s: the messages fit into buffers, or the call "
-                "was not waited for",
-                remedy="use larger sizes",
-            )
+        warn(
+            "above_line_rate",
+            f"a bus bandwidth of {bus_bytes_per_s / 1e9:.3g} GB/s on a line of "
+            f"{line_bytes_per_s / 1e9:.3g} GB/s: the messages fit into buffers, or the call "
+            "was not waited for",
         )
     return warnings
 
@@ -165,13 +155,9 @@ def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
     latency = np.where(determinant > 0, (ss * w - ws * s) / safe, 0.0)
     inverse = np.where(determinant > 0, (ww * s - ws * w) / safe, s / ss)
     # Where the unconstrained line leaves the quadrant, the best one lies on its border.
-    no_latency = latency < 0
-    latency = np.where(no_latency, 0.0, latency)
-    inverse = np.where(no_latency, s / ss, inverse)
-    flat = inverse <= 0
-    latency = np.where(flat, _fit_constant(times), latency)
-    inverse = np.where(flat, 0.0, inverse)
-    return latency, inverse
+    inverse = np.where(latency < 0, s / ss, inverse)
+    latency = np.where(inverse <= 0, _fit_constant(times), np.maximum(latency, 0.0))
+    return latency, np.maximum(inverse, 0.0)
 
 
 def _fit_constant(times: Array) -> Array:
@@ -182,16 +168,11 @@ def _fit_constant(times: Array) -> Array:
 
 def _bootstrap_medians(samples: Sequence[Array]) -> Array:
     generator = np.random.default_rng(0)
-    return np.stack(
-        [
-            np.median(
-                values[generator.integers(len(values), size=(_BOOTSTRAP_DRAWS, len(values)))],
-                axis=1,
-            )
-            for values in samples
-        ],
-        axis=1,
-    )
+    medians = []
+    for values in samples:
+        drawn = generator.integers(len(values), size=(_BOOTSTRAP_DRAWS, len(values)))
+        medians.append(np.median(values[drawn], axis=1))
+    return np.stack(medians, axis=1)
 
 
 def _interval(value: float, draws: Array) -> Estimate:

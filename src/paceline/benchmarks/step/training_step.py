@@ -34,8 +34,7 @@ from paceline.core.specs import precision_preset
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
-from paceline.records.cases import model_case_fields
-from paceline.records.schema import CaseValue, Metric
+from paceline.records.schema import CaseValue, Metric, model_case_fields
 
 _CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
 

@@ -1,9 +1,9 @@
 import pytest
 
 from paceline.accounting.attention.occupancy import (
+    MULTIPROCESSORS,
     blocks_at_once,
     find_multiprocessor,
-    known_architectures,
     occupancy,
 )
 from paceline.core.device_table import find_device
@@ -47,8 +47,8 @@ def test_amd_counts_wavefronts_of_64() -> None:
 
 
 def test_every_architecture_names_a_device_of_the_table() -> None:
-    for architecture in known_architectures():
-        find_device(find_multiprocessor(architecture).device)
+    for multiprocessor in MULTIPROCESSORS.values():
+        find_device(multiprocessor.device)
 
 
 def test_an_unknown_architecture_is_an_error() -> None:
