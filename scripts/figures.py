@@ -11,6 +11,9 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from docs_diagrams import plot_stages
+from docs_tables import repeats_table
+
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.accounting.goodput import (
@@ -28,12 +31,10 @@ from paceline.records.kinds import PREDICTION
 from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
-from paceline.reports.plots.diagrams.sharding import plot_stages
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.backtest import backtest_table
-from paceline.reports.tables.calibration import repeats_table
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,

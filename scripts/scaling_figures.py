@@ -10,10 +10,11 @@ import os
 import pathlib
 import sys
 
+from docs_tables import answers_table, study_table
+
 from paceline.records import RecordStore, latest_per_case
 from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws
 from paceline.reports.plots.style import save_figure
-from paceline.reports.tables.scaling import answers_table, study_table
 from paceline.reports.tables.table import render_markdown
 from paceline.scaling import fit, read_sweep, synthetic_sweep
 from paceline.scaling.surface import EPOCH

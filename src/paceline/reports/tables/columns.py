@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from paceline.core.plan import Estimate
 from paceline.core.units import MB, format_binary_bytes, format_decimal
 from paceline.records import Metric
 
@@ -44,10 +45,11 @@ def _with_deviation(metric: Metric) -> str:
     return f"{text} {UNSTEADY}" if metric.std > metric.value else text
 
 
-def _with_interval(metric: Metric, write: Callable[[float], str]) -> str:
-    if metric.low is None or metric.high is None:
-        return write(metric.value)
-    return f"{write(metric.value)} ({write(metric.low)} to {write(metric.high)})"
+def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> str:
+    """Writes a number, with its interval where it has one."""
+    if number.low is None or number.high is None:
+        return write(number.value)
+    return f"{write(number.value)} ({write(number.low)} to {write(number.high)})"
 
 
 def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:
@@ -55,7 +57,7 @@ def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:
     return Column(
         header=header,
         metrics=(metric,),
-        format=lambda metrics: _with_interval(metrics[0], write),
+        format=lambda metrics: with_interval(metrics[0], write),
     )
 
 

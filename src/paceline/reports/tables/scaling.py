@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from paceline.core.plan import Estimate
 from paceline.records import Record
+from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.scaling.allocation.decide import Decision
 from paceline.scaling.fits.all_methods import ScalingFit
@@ -18,9 +18,9 @@ def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) 
             f"{decision.compute:.3g}",
             answer.method,
             f"{exponents[answer.method]:.4f}",
-            _with_interval(answer.parameters, ".3g"),
-            _with_interval(answer.tokens, ".3g"),
-            _with_interval(answer.loss, ".4f"),
+            with_interval(answer.parameters, "{:.3g}".format),
+            with_interval(answer.tokens, "{:.3g}".format),
+            with_interval(answer.loss, "{:.4f}".format),
             f"{answer.tokens.value / answer.parameters.value:.3g}",
         )
         for decision in decisions
@@ -36,7 +36,7 @@ def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) 
         notes=(
             *(
                 f"parametric N at {decision.compute:.3g} FLOPs by profile: "
-                f"{_with_interval(decision.profile, '.3g')}"
+                f"{with_interval(decision.profile, '{:.3g}'.format)}"
                 for decision in decisions
             ),
             *(f"left out: {reason}" for _method, reason in fit.left_out),
@@ -89,7 +89,7 @@ def runs_table(records: Sequence[Record]) -> Table:
         rows.append(
             (
                 *(str(value) if isinstance(value, int) else f"{value:.3g}" for value in numbers),
-                *([_metric(record, "final_loss", ".4f")] if has_losses else []),
+                *([f"{record.metrics['final_loss'].value:.4f}"] if has_losses else []),
             )
         )
     names = (name.removeprefix("num_").replace("_", " ") for name in details)
@@ -101,62 +101,3 @@ def runs_table(records: Sequence[Record]) -> Table:
         rows=tuple(rows),
         caption=f"{len(rows)} runs",
     )
-
-
-def answers_table(records: Sequence[Record]) -> Table:
-    """Returns records of kind scaling as a table, one row per method and budget."""
-    rows = tuple(
-        (
-            f"{record.case['compute_budget']:.0e}".replace("e+", "e"),
-            str(record.case["method"]),
-            *(_metric(record, name, digits) for name, digits in _ANSWER_METRICS.items()),
-        )
-        for record in records
-        if record.kind == "scaling"
-    )
-    headers = ("FLOPs", "method", *_ANSWER_METRICS)
-    return Table(headers=headers, rows=rows, caption="90% intervals in brackets")
-
-
-_ANSWER_METRICS = {"parameters": ".3g", "tokens": ".3g", "loss": ".4f"}
-
-
-def study_table(records: Sequence[Record], study: str) -> Table:
-    """Returns the records of studies whose name begins so, their metrics as columns."""
-    chosen = [record for record in records if str(record.case["study"]).startswith(study)]
-    names = list(dict.fromkeys(name for record in chosen for name in record.metrics))
-    shared = {str(record.case["num_sweeps"]) for record in chosen if "num_sweeps" in record.case}
-    return Table(
-        headers=("study", "noise", *(name.replace("_", " ") for name in names)),
-        rows=tuple(
-            (
-                str(record.case.get("departure") or record.case["study"]),
-                f"{record.case['noise']:.1%}",
-                *(
-                    f"{record.metrics[name].value:{_STUDY_DIGITS.get(name, '.3g')}}"
-                    for name in names
-                ),
-            )
-            for record in chosen
-        ),
-        caption=f"{', '.join(sorted(shared))} sweeps each" if shared else "processor seconds",
-    )
-
-
-_STUDY_DIGITS = {
-    **dict.fromkeys(("covered", "covered_loss", "warned", "within_tenth"), ".1%"),
-    **dict.fromkeys(("bias",), "+.1%"),
-}
-
-
-def _metric(record: Record, name: str, digits: str) -> str:
-    metric = record.metrics[name]
-    if metric.low is None or metric.high is None:
-        return f"{metric.value:{digits}}"
-    return f"{metric.value:{digits}} ({metric.low:{digits}} to {metric.high:{digits}})"
-
-
-def _with_interval(estimate: Estimate, digits: str) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:{digits}}"
-    return f"{estimate.value:{digits}} ({estimate.low:{digits}} to {estimate.high:{digits}})"

@@ -1,1 +1,1 @@
-"""Drawings that explain: overlap, tiles of attention, shards."""
+"""Drawings that explain: overlap, and tiles of attention."""

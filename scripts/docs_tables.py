@@ -1,4 +1,4 @@
-"""How well calibrations of the same place agree with each other."""
+"""Tables that only the docs show: repeated calibrations, and studies of scaling laws."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,6 +8,7 @@ from paceline.core.units import KIB, MIB
 from paceline.prediction.calibration import Calibration
 from paceline.prediction.calibration_records import calibration_runs
 from paceline.records import Record
+from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 
 # Where the cuts of a piecewise fit lie differs from run to run; what it says of a size can be
@@ -68,3 +69,52 @@ def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
     for operation, contention in run.contentions.items():
         yield "contention: lost per byte", operation, contention.lost_s_per_byte
         yield "contention: slowdown", operation, contention.slowdown
+
+
+def answers_table(records: Sequence[Record]) -> Table:
+    """Returns records of kind scaling as a table, one row per method and budget."""
+    rows = tuple(
+        (
+            f"{record.case['compute_budget']:.0e}".replace("e+", "e"),
+            str(record.case["method"]),
+            *(
+                with_interval(record.metrics[name], f"{{:{digits}}}".format)
+                for name, digits in _ANSWER_METRICS.items()
+            ),
+        )
+        for record in records
+        if record.kind == "scaling"
+    )
+    headers = ("FLOPs", "method", *_ANSWER_METRICS)
+    return Table(headers=headers, rows=rows, caption="90% intervals in brackets")
+
+
+_ANSWER_METRICS = {"parameters": ".3g", "tokens": ".3g", "loss": ".4f"}
+
+
+def study_table(records: Sequence[Record], study: str) -> Table:
+    """Returns the records of studies whose name begins so, their metrics as columns."""
+    chosen = [record for record in records if str(record.case["study"]).startswith(study)]
+    names = list(dict.fromkeys(name for record in chosen for name in record.metrics))
+    shared = {str(record.case["num_sweeps"]) for record in chosen if "num_sweeps" in record.case}
+    return Table(
+        headers=("study", "noise", *(name.replace("_", " ") for name in names)),
+        rows=tuple(
+            (
+                str(record.case.get("departure") or record.case["study"]),
+                f"{record.case['noise']:.1%}",
+                *(
+                    f"{record.metrics[name].value:{_STUDY_DIGITS.get(name, '.3g')}}"
+                    for name in names
+                ),
+            )
+            for record in chosen
+        ),
+        caption=f"{', '.join(sorted(shared))} sweeps each" if shared else "processor seconds",
+    )
+
+
+_STUDY_DIGITS = {
+    **dict.fromkeys(("covered", "covered_loss", "warned", "within_tenth"), ".1%"),
+    **dict.fromkeys(("bias",), "+.1%"),
+}

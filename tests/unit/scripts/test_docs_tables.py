@@ -1,11 +1,11 @@
-"""What is said of calibrations that were repeated."""
+"""What the docs say of calibrations that were repeated."""
 
 import msgspec
 import pytest
+from docs_tables import repeats_table
 
 from paceline.core import UsageError
 from paceline.records import Metric, Record
-from paceline.reports.tables.calibration import repeats_table
 from tests.unit.prediction.calibration_cases import make_records
 
 
