@@ -1,21 +1,22 @@
 """The picture of a step's time by kind of work shows all of it."""
 
 import pytest
+from matplotlib.axes import Axes
 
 from paceline.reports.plots.operators import plot_work
-from tests.unit.course.profile_cases import TRAIN, operator_rows, profile_environment
+from tests.unit.course.profile_cases import TRAIN, Ranges, operator_rows, profile_environment
+
+
+def drawn(ranges: Ranges, title: str) -> Axes:
+    rows = operator_rows(ranges, "s", profile_environment())
+    (axes,) = plot_work([row for row in rows if row.case["operator"] == "all"], title).axes
+    return axes
 
 
 def test_a_bar_for_every_phase_is_divided_by_kind_of_work() -> None:
-    kinds = [
-        record
-        for record in operator_rows(TRAIN, "s", profile_environment())
-        if record.case["operator"] == "all"
-    ]
-    (axes,) = plot_work(kinds, "a$b$").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        *("forward", "backward", "optimizer")
-    ]
+    axes = drawn(TRAIN, "a$b$")
+    phases = [label.get_text() for label in axes.get_yticklabels()]
+    assert phases == ["forward", "backward", "optimizer"]
     bars = {str(bars.get_label()): bars for bars in axes.containers}
     assert [bar.get_width() for bar in bars["matmul"]] == pytest.approx([600, 1200, 0])
     assert [bar.get_x() for bar in bars["matmul"]] == pytest.approx([400, 800, 1000])
@@ -25,13 +26,8 @@ def test_a_bar_for_every_phase_is_divided_by_kind_of_work() -> None:
 
 
 def test_small_kinds_of_work_share_one_colour() -> None:
-    forward = {(f"work {number}", "x"): (10.0 - number, 1, 0) for number in range(9)}
-    kinds = [
-        record
-        for record in operator_rows({"forward": forward}, "s", profile_environment())
-        if record.case["operator"] == "all"
-    ]
-    (axes,) = plot_work(kinds, "s").axes
+    forward = {(f"work {number}", "x"): (10.0 - number, 1.0, 0.0) for number in range(9)}
+    axes = drawn({"forward": forward}, "s")
     bars = {str(bars.get_label()): bars[0].get_width() for bars in axes.containers}
     assert list(bars) == [*(f"work {number}" for number in range(5)), "the rest"]
     assert sum(bars.values()) == pytest.approx(1e3 * sum(row[0] for row in forward.values()))

@@ -1,4 +1,6 @@
 import pathlib
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,16 +10,16 @@ from paceline.records import Metric
 from paceline.reports.plots.registry import PLOTS, draw, drawable_plots
 from paceline.reports.plots.style import save_figure
 from tests.unit.reports.factory import (
+    MEASURED_MEMORY,
+    PREDICTED_MEMORY,
     attention_record,
     communication_record,
-    data_parallel_prediction,
     data_parallel_record,
     memory_record,
+    prediction_of,
     step_record,
-    timeline_prediction,
     timeline_record,
 )
-from tests.unit.reports.plots.test_optimizer_memory import RECORDS as OPTIMIZER
 
 STEPS = [
     step_record(model=model, precision=precision, warmup=warmup, seconds=seconds)
@@ -33,8 +35,8 @@ ATTENTION = [
 COMMUNICATION = [
     communication_record(size, world_size) for size in (10**6, 10**8) for world_size in (2, 4)
 ]
-
-DATA_PARALLEL = [
+LINK = {"gradient_bytes": 4e8, "latency_s": 1e-4, "algorithm_bandwidth_bytes_per_s": 1e10}
+STRATEGIES = [
     data_parallel_record("flat", None),
     *(
         data_parallel_record(strategy, size, exposed_s=size / 1e3)
@@ -42,27 +44,33 @@ DATA_PARALLEL = [
         for size in (1.0, 25.0)
     ),
     data_parallel_record("bucketed", "auto"),
-    data_parallel_prediction(1.0, 0.001),
-    data_parallel_prediction(25.0, 0.02),
+    *(
+        prediction_of(
+            data_parallel_record("bucketed", size), {**LINK, "exposed_communication_s": exposed_s}
+        )
+        for size, exposed_s in ((1.0, 0.001), (25.0, 0.02))
+    ),
 ]
+MESSAGES = {"message_start_s": [0.2, 0.28], "message_end_s": [0.28, 0.31]}
 TRACED = [
     *(timeline_record("flat", rank, exposed_s=0.1) for rank in (0, 1)),
     *(timeline_record("bucketed", rank, exposed_s=0.02) for rank in (0, 1)),
-    timeline_prediction("bucketed", 0.01),
-    memory_record(phase="forward"),
-    memory_record(phase="train"),
+    prediction_of(timeline_record("bucketed", 0, exposed_s=0.01), MESSAGES),
+    *(memory_record(phase=phase) for phase in ("forward", "train")),
 ]
+MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
+
+
+def texts(labels: Iterable[Any]) -> list[str]:
+    return [label.get_text().strip() for label in labels]
 
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
+    records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *TRACED, *MEMORY]
     contents = []
     for attempt in ("first", "second"):
-        paths = save_figure(
-            draw(name, [*STEPS, *ATTENTION, *COMMUNICATION, *DATA_PARALLEL, *TRACED, *OPTIMIZER]),
-            tmp_path / attempt,
-            name,
-        )
+        paths = save_figure(draw(name, records), tmp_path / attempt, name)
         assert [path.suffix for path in paths] == [".png", ".svg"]
         contents.append([path.read_bytes() for path in paths])
     assert contents[0][0].startswith(b"\x89PNG")
@@ -70,89 +78,71 @@ def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathl
     assert contents[0] == contents[1]
 
 
-def test_bars_are_as_high_as_the_medians() -> None:
-    figure = draw("step-time", [step_record(seconds=0.1), step_record(model="xl", seconds=0.4)])
-    heights = sorted(patch.get_height() for patch in figure.axes[0].patches)
+def test_only_what_can_be_compared_is_offered() -> None:
+    assert drawable_plots([step_record()]) == ["step-time"]
+    assert drawable_plots(STEPS) == ["step-time", "warmup", "precision"]
+    assert drawable_plots(ATTENTION) == ["attention-time", "attention-memory"]
+    assert drawable_plots(COMMUNICATION) == ["communication"]
+    assert drawable_plots(MEMORY) == ["optimizer-memory"]
+    assert drawable_plots([step_record(outcome="failed")]) == []
+    with pytest.raises(UsageError, match=r"'warmup'.*no 'step' measurements"):
+        draw("warmup", ATTENTION)
+
+
+def test_bars_are_as_high_as_the_medians_and_no_error_bar_reaches_below_zero() -> None:
+    unsteady = step_record(model="xl", seconds=0.4)
+    forward = Metric(value=0.4, std=0.6, samples=(0.4, 1.6))
+    metrics = {**unsteady.metrics, "forward_time_s": forward}
+    records = [step_record(), msgspec.structs.replace(unsteady, metrics=metrics)]
+    (axes,) = draw("step-time", records).axes
+    heights = sorted(patch.get_height() for patch in axes.patches)
     assert heights == pytest.approx([100.0] * 3 + [400.0] * 3)
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["small", "xl"]
-
-
-def test_no_error_bar_reaches_below_zero() -> None:
-    record = step_record()
-    unsteady = Metric(value=0.1, std=0.3, samples=(0.1, 0.7))
-    record = msgspec.structs.replace(record, metrics={**record.metrics, "forward_time_s": unsteady})
-    (axes,) = draw("step-time", [record]).axes
-    (ends,) = axes.collections[0].get_segments()
-    assert [end[1] for end in ends] == pytest.approx([0.0, 400.0])
+    assert texts(axes.get_xticklabels()) == ["small", "xl"]
+    _steady, ends = axes.collections[0].get_segments()
+    assert [end[1] for end in ends] == pytest.approx([0.0, 1000.0])
     assert axes.get_ylabel() == "time (ms), median ± standard deviation"
 
 
-def test_warmup_shows_every_sample() -> None:
-    figure = draw("warmup", [step_record(warmup=count) for count in (0, 1, 5)])
-    axes = figure.axes[0]
+def test_warmup_shows_every_sample_and_cases_that_differ_as_lines_of_their_own() -> None:
+    axes = draw("warmup", [step_record(warmup=count) for count in (0, 1, 5)]).axes[0]
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [len(line.get_ydata()) for line in dots] == [3, 3, 3]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "5"]
+    assert texts(axes.get_xticklabels()) == ["0", "1", "5"]
+    names = [f"precision {index}" for index in range(9)]
+    many = [step_record(precision=name, warmup=count) for name in names for count in (0, 1)]
+    labels = texts(draw("warmup", many).axes[0].get_legend().get_texts())
+    assert labels == [f"{name}: mean ± standard deviation" for name in names]
 
 
 def test_what_ran_out_of_memory_is_marked() -> None:
-    figure = draw("attention-memory", ATTENTION)
-    axes = figure.axes[0]
-    assert any("out of memory" in text.get_text() for text in axes.texts)
+    axes = draw("attention-memory", ATTENTION).axes[0]
+    assert "out of memory" in texts(axes.texts)
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    line = next(
-        line for line in axes.lines if line.get_label() == "saved for backward, head dim 16"
-    )
-    assert list(line.get_ydata()) == pytest.approx([2.0, 32.0, 512.0])
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["saved for backward, head dim 16"] == pytest.approx([2.0, 32.0, 512.0])
 
 
-def test_a_line_rate_is_drawn_beside_the_measurement() -> None:
+def test_a_line_rate_is_drawn_beside_the_measurement_where_there_is_one() -> None:
     records = [communication_record(size, 4, link_rate_bits_per_s=2e9) for size in (10**6, 10**8)]
     axes = draw("communication", records).axes[0]
     lines = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
     assert lines["all_reduce"] == pytest.approx([1.0, 1.0])
     # 2 Gbit/s are 0.25 GB/s, of which an all-reduce of 4 ranks uses 1.5 times its size.
     assert lines["all_reduce: line rate"] == pytest.approx([0.25 / 1.5] * 2)
-
-
-def test_loopback_says_that_it_has_no_line_rate() -> None:
-    axes = draw("communication", COMMUNICATION).axes[0]
-    assert any("no line rate" in text.get_text() for text in axes.texts)
-    assert not any("line rate" in str(line.get_label()) for line in axes.lines)
-
-
-def test_cases_that_differ_are_lines_of_their_own() -> None:
-    records = [
-        step_record(precision=name, warmup=w) for name in ("float32", "bfloat16") for w in (0, 1)
-    ]
-    labels = [text.get_text() for text in draw("warmup", records).axes[0].get_legend().get_texts()]
-    assert labels == [
-        "float32: mean ± standard deviation",
-        "bfloat16: mean ± standard deviation",
-    ]
-    many = [step_record(model=f"model {index}", warmup=w) for index in range(9) for w in (0, 1)]
-    assert len(draw("warmup", many).axes[0].get_legend().get_texts()) == 9
-
-
-def test_only_what_can_be_compared_is_offered() -> None:
-    assert drawable_plots([step_record()]) == ["step-time"]
-    assert drawable_plots(STEPS) == ["step-time", "warmup", "precision"]
-    assert drawable_plots(ATTENTION) == ["attention-time", "attention-memory"]
-    assert drawable_plots(COMMUNICATION) == ["communication"]
-    assert drawable_plots([step_record(outcome="failed")]) == []
-    with pytest.raises(UsageError, match=r"'warmup'.*no 'step' measurements"):
-        draw("warmup", ATTENTION)
+    loopback = draw("communication", COMMUNICATION).axes[0]
+    assert any("no line rate" in text for text in texts(loopback.texts))
+    assert not any("line rate" in str(line.get_label()) for line in loopback.lines)
 
 
 def test_strategies_are_bars_of_phases_that_add_up() -> None:
-    axes = draw("strategies", DATA_PARALLEL).axes[0]
+    axes = draw("strategies", STRATEGIES).axes[0]
     assert len(axes.patches) == 4 * 6
     ends = [patch.get_x() + patch.get_width() for patch in axes.patches[-6:]]
     assert ends == pytest.approx([350, 331, 355, 331, 355, 350])
 
 
 def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
-    axes = draw("bucket-size", DATA_PARALLEL).axes[0]
+    axes = draw("bucket-size", STRATEGIES).axes[0]
     (predicted,) = [line for line in axes.lines if "predicted" in str(line.get_label())]
     assert list(predicted.get_ydata()) == pytest.approx([1.0, 20.0])
     (balanced,) = [line for line in axes.lines if "sqrt" in str(line.get_label())]
@@ -164,21 +154,35 @@ def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
 
 
 def test_traced_steps_have_lanes_for_every_rank_and_their_exposed_time() -> None:
-    figure = draw("timelines", TRACED)
-    flat, bucketed = figure.axes
+    flat, bucketed = draw("timelines", TRACED).axes
     lanes = ["rank 0 computes", "rank 0 sends", "rank 1 computes", "rank 1 sends"]
-    assert [label.get_text() for label in flat.get_yticklabels()] == lanes
-    assert [label.get_text() for label in bucketed.get_yticklabels()] == [*lanes, "predicted"]
+    assert texts(flat.get_yticklabels()) == lanes
+    assert texts(bucketed.get_yticklabels()) == [*lanes, "predicted"]
     assert flat.get_title(loc="left") == "flat: a step of 420 ms"
-    assert "exposed: 100 ms" in {text.get_text().strip() for text in flat.texts}
-    assert "exposed: 20 ms" in {text.get_text().strip() for text in bucketed.texts}
+    assert "exposed: 100 ms" in texts(flat.texts)
+    assert "exposed: 20 ms" in texts(bucketed.texts)
 
 
-def test_memory_is_stacked_on_one_scale() -> None:
-    figure = draw("memory-timeline", TRACED)
-    forward, train = figure.axes
+def test_memory_over_time_is_stacked_on_one_scale() -> None:
+    forward, train = draw("memory-timeline", TRACED).axes
     assert forward.get_ylim() == train.get_ylim()
     assert forward.get_title(loc="left") == "forward: peak 6.00 MiB"
     # Six parts of 1 MiB each are drawn up to the peak.
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in forward.collections]
     assert tops == pytest.approx([1, 2, 3, 4, 5, 6])
+
+
+def test_memory_by_strategy_is_stacked_and_predictions_hatched() -> None:
+    figure = draw("optimizer-memory", MEMORY)
+    for axes in figure.axes:
+        bars = list(axes.patches)
+        assert len(bars) == 3 * 5
+        ends = [bar.get_x() + bar.get_width() for bar in bars]
+        assert ends[4::5] == pytest.approx([200, 160, 152])
+        assert [bool(bar.get_hatch()) for bar in bars[4::5]] == [False, False, True]
+        assert texts(axes.get_yticklabels()) == ["torch_ddp", "sharded_optimizer"]
+    assert "MiB" in figure.axes[-1].get_xlabel()
+    assert texts(figure.legends[0].get_texts())[-1] == "predicted"
+    without = draw("optimizer-memory", MEASURED_MEMORY)
+    assert not any(bar.get_hatch() for axes in without.axes for bar in axes.patches)
+    assert "predicted" not in texts(without.legends[0].get_texts())

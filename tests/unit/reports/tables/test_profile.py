@@ -3,7 +3,6 @@
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.records import Metric, Record
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -11,29 +10,25 @@ from paceline.reports.tables.profile import (
     operator_table,
     work_table,
 )
-from tests.unit.reports.factory import ENVIRONMENT, memory_record, prediction_of
-
-
-def _operator(
-    range_name: str, work: str, operator: str, own_time_s: float, *, flops: float = 0.0
-) -> Record:
-    metrics = {"own_time_s": own_time_s, "share": 0.25, "num_calls": 3, "flops": flops}
-    return Record(
-        kind="operator",
-        case={"subject": "s", "range": range_name, "work": work, "operator": operator},
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok",
-    )
-
+from tests.unit.reports.factory import make_record, memory_record, prediction_of
 
 RECORDS = [
-    _operator("forward", "matmul", "all", 0.2, flops=2e9),
-    _operator("forward", "matmul", "aten::mm", 0.2, flops=2e9),
-    _operator("optimizer", "elementwise", "all", 0.3),
-    _operator("attention_scores", "matmul", "all", 0.05, flops=1e9),
-    _operator("attention_softmax", "softmax", "all", 0.04),
-    _operator("attention_values", "matmul", "all", 0.06, flops=1e9),
+    make_record(
+        "operator",
+        {"own_time_s": own_time_s, "share": 0.25, "num_calls": 3, "flops": flops},
+        subject="s",
+        range=range_name,
+        work=work,
+        operator=operator,
+    )
+    for range_name, work, operator, own_time_s, flops in (
+        ("forward", "matmul", "all", 0.2, 2e9),
+        ("forward", "matmul", "aten::mm", 0.2, 2e9),
+        ("optimizer", "elementwise", "all", 0.3, 0.0),
+        ("attention_scores", "matmul", "all", 0.05, 1e9),
+        ("attention_softmax", "softmax", "all", 0.04, 0.0),
+        ("attention_values", "matmul", "all", 0.06, 1e9),
+    )
 ]
 
 
@@ -42,12 +37,13 @@ def test_work_by_phase() -> None:
     assert table.headers == ("work", "forward: ms, share", "optimizer: ms, share")
     assert table.rows[0] == ("elementwise", "-", "300.0, 25.0%")
     assert table.rows[1] == ("matmul", "200.0, 25.0%", "-")
+    with pytest.raises(UsageError, match="no trace of 'other'"):
+        work_table(RECORDS, "other")
 
 
 def test_operators_of_a_range() -> None:
-    assert operator_table(RECORDS, "s", "forward").rows == (
-        ("aten::mm", "matmul", "3", "200.0", "25.0%"),
-    )
+    (row,) = operator_table(RECORDS, "s", "forward").rows
+    assert row == ("aten::mm", "matmul", "3", "200.0", "25.0%")
 
 
 def test_the_parts_of_attention() -> None:
@@ -59,18 +55,12 @@ def test_the_parts_of_attention() -> None:
 
 
 def test_operations_beside_the_formula() -> None:
-    records = [*RECORDS, prediction_of(RECORDS[0], {"flops": Metric(value=1.6e9)})]
+    records = [*RECORDS, prediction_of(RECORDS[0], {"flops": 1.6e9})]
     assert flops_table(records).rows == (("s", "forward", "2 G", "1.6 G", "1.2500"),)
 
 
 def test_memory_beside_the_least_possible() -> None:
     measured = memory_record(phase="train", context=64, precision="float32")
-    table = memory_table([measured, prediction_of(measured, {"peak_bytes": Metric(value=2**20)})])
-    (row,) = table.rows
+    (row,) = memory_table([measured, prediction_of(measured, {"peak_bytes": 2**20})]).rows
     assert row[:4] == ("train", "64", "float32", "6.00 MiB")
     assert row[-1] == "1.00 MiB"
-
-
-def test_a_step_that_was_not_traced_is_an_error() -> None:
-    with pytest.raises(UsageError, match="no trace of 'other'"):
-        work_table(RECORDS, "other")

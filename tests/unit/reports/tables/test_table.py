@@ -9,9 +9,25 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from paceline.core import UsageError
-from paceline.records import Metric, Record, find_kind
+from paceline.records import Metric, Record
 from paceline.reports.tables.table import Table, records_table, render_csv, render_markdown
-from tests.unit.reports.factory import ENVIRONMENT, attention_record, step_record
+from paceline.reports.tables.with_predictions import with_predictions
+from tests.unit.reports.factory import (
+    MEASURED_MEMORY,
+    PREDICTED_MEMORY,
+    attention_record,
+    make_record,
+    optimizer_record,
+    step_record,
+)
+
+
+def rows_by_header(table: Table) -> list[dict[str, str]]:
+    return [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+
+
+def with_metrics(record: Record, **metrics: Metric) -> Record:
+    return msgspec.structs.replace(record, metrics={**record.metrics, **metrics})
 
 
 def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
@@ -20,13 +36,21 @@ def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
     assert "batch 4" in table.caption
     assert "model" not in table.caption
     assert table.rows[1][:2] == ("medium", "300 ± 45.8")
-    assert table.rows[0][table.headers.index("peak")] == "3.00 GiB"
+    assert rows_by_header(table)[0]["peak"] == "3.00 GiB"
+    unnamed = [step_record(model="custom", d_model=64), step_record(model="custom", d_model=128)]
+    assert records_table(unnamed).headers[0] == "d model"
 
 
-def test_an_unknown_peak_is_not_applicable() -> None:
+def test_what_is_not_known_is_not_applicable() -> None:
     table = records_table([step_record(), step_record(model="xl", utilization=0.415)])
-    column = table.headers.index("MFU / causal")
-    assert [row[column] for row in table.rows] == ["n/a", "41.5% / 40.0%"]
+    assert [row["MFU / causal"] for row in rows_by_header(table)] == ["n/a", "41.5% / 40.0%"]
+    old = attention_record(256)
+    new = with_metrics(old, both_time_s=Metric(value=0.25), flops_per_s=Metric(value=3.2e9))
+    without = ("forward (ms)", "backward (ms)", "saved for backward")
+    assert records_table([old]).headers[:3] == without
+    rows = rows_by_header(records_table([old, new]))
+    assert [row["both (ms)"] for row in rows] == ["n/a", "250"]
+    assert [row["FLOP/s"] for row in rows] == ["n/a", "3.2 G"]
 
 
 def test_memory_is_a_view_of_its_own() -> None:
@@ -37,6 +61,22 @@ def test_memory_is_a_view_of_its_own() -> None:
         records_table([attention_record(256, 16)], "memory")
 
 
+def test_a_prediction_stands_with_its_error_beside_the_case_that_it_is_of() -> None:
+    other = optimizer_record("torch_ddp", (1, 1, 1, 1, 1), is_prediction=True, batch=99)
+    joined = with_predictions(MEASURED_MEMORY, [*MEASURED_MEMORY, PREDICTED_MEMORY, other])
+    assert joined[0] == MEASURED_MEMORY[0]
+    rows = rows_by_header(records_table(joined))
+    first = {"strategy": "torch_ddp", "step (ms)": "300 ± 100", "before step": "200.00 MiB"}
+    assert first | {"predicted": "n/a", "error": "n/a"} == {
+        name: rows[0][name] for name in (*first, "predicted", "error")
+    }
+    second = {"optimizer state": "40.00 MiB", "predicted": "152.00 MiB", "error": "-5.00%"}
+    assert second == {name: rows[1][name] for name in second}
+    in_memory_view = rows_by_header(records_table(joined, "memory"))[1]
+    assert in_memory_view["after init"] == "160.00 MiB"
+    assert in_memory_view["predicted after step"] == "152.00 MiB"
+
+
 def test_a_case_that_did_not_run_says_so() -> None:
     table = records_table([step_record(), step_record(model="2.7B", outcome="out_of_memory")])
     assert table.rows[1] == ("2.7B", "out of memory", *["-"] * (len(table.headers) - 2))
@@ -44,14 +84,18 @@ def test_a_case_that_did_not_run_says_so() -> None:
     assert render_markdown(table).endswith("\n\n- 2.7B: out of memory: a reason\n")
 
 
-def test_a_shape_without_a_name_shows_its_dimensions() -> None:
-    records = [step_record(model="custom", d_model=64), step_record(model="custom", d_model=128)]
-    assert records_table(records).headers[0] == "d model"
-
-
-def test_one_sample_has_no_spread() -> None:
-    record = attention_record(1000, 16)
-    assert records_table([record]).rows[0][0] == "1.00"
+def test_a_spread_is_shown_where_there_is_one_and_marked_beyond_the_value() -> None:
+    assert records_table([attention_record(1000)]).rows[0][0] == "1.00"
+    records = [
+        with_metrics(
+            step_record(model=model), step_time_s=Metric(value=0.1, std=std, samples=(0.1, 0.1))
+        )
+        for model, std in (("small", 0.099), ("xl", 0.101))
+    ]
+    table = records_table(records)
+    times = [row["step (ms)"] for row in rows_by_header(table)]
+    assert times == ["100 ± 99.0", "100 ± 101 (!)"]
+    assert [note[:3] for note in table.notes] == ["(!)"]
 
 
 def test_markdown_is_a_table_and_escapes_pipes() -> None:
@@ -65,15 +109,12 @@ def test_markdown_is_a_table_and_escapes_pipes() -> None:
 
 def test_csv_is_complete_and_raw() -> None:
     records = [step_record(seconds=0.25), step_record(model="xl", outcome="skipped")]
-    rows = list(csv.DictReader(io.StringIO(render_csv(records))))
-    assert float(rows[0]["forward_time_s"]) == 0.25
-    assert float(rows[0]["forward_time_s_std"]) > 0
-    assert rows[0]["hardware"] == "x"
-    assert (rows[1]["outcome"], rows[1]["reason"], rows[1]["forward_time_s"]) == (
-        "skipped",
-        "a reason",
-        "",
-    )
+    ran, skipped = csv.DictReader(io.StringIO(render_csv(records)))
+    assert float(ran["forward_time_s"]) == 0.25
+    assert float(ran["forward_time_s_std"]) > 0
+    assert ran["hardware"] == "x"
+    told = [skipped[name] for name in ("outcome", "reason", "forward_time_s")]
+    assert told == ["skipped", "a reason", ""]
 
 
 def _printed(table: Table, width: int) -> list[str]:
@@ -118,105 +159,84 @@ def test_rows_of_other_columns_are_tables_of_their_own_where_keys_leave_no_room(
         ("call", *("n/a",) * 7, "66", "0.70 ± 0.07"),
     )
     lines = _printed(Table(headers=headers, rows=rows, caption=""), 60)
-    assert [line.split() for line in lines if "linear" in line or "call" in line] == [
-        ["linear", "256", "512", "64", "1.35", "±", "0.23"],
-        ["linear", "256", "512", "65", "5.01", "±", "0.64"],
-        ["call", "66", "0.70", "±", "0.07"],
-    ]
+    shown = [line.split() for line in lines if "linear" in line or "call" in line]
+    assert shown == [" ".join(row).replace("n/a", "").split() for row in rows]
     narrow = " ".join(_printed(Table(headers=headers, rows=rows, caption=""), 14))
     assert "time (ms): 1.35" in " ".join(narrow.split())
     assert "n/a" not in narrow
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "cells"),
+    ("kind", "num_times", "expected"),
     [
         (
             "ddp",
+            5,
             {
-                "step_time_s": 2.0,
-                "step_time_ratio": 0.98765,
-                "forward_time_s": 0.5,
-                "backward_time_s": 1.0,
-                "exposed_communication_s": 0.25,
-                "communication_s": 0.75,
-                "num_messages": 17.0,
-                "chosen_bucket_size_mb": 25.0,
+                "step_time_s": (2.0, "2000"),
+                "step_time_ratio": (0.98765, "0.988"),
+                "forward_time_s": (0.5, "500"),
+                "backward_time_s": (1.0, "1000"),
+                "exposed_communication_s": (0.25, "250"),
+                "communication_s": (0.75, "750"),
+                "num_messages": (17.0, "17"),
+                "chosen_bucket_size_mb": (25.0, "25 MiB"),
             },
-            ("2000", "0.988", "500", "1000", "250", "750", "17", "25 MiB"),
         ),
         (
             "calibration",
+            5,
             {
-                "forward_time_s": 0.001,
-                "backward_time_s": 0.002,
-                "element_time_s": 1.5e-9,
-                "latency_s": 0.003,
-                "algorithm_bandwidth_bytes_per_s": 2e9,
-                "max_relative_error": 0.125,
-                "lost_s_per_byte": 6e-10,
-                "slowdown": 2.5,
+                "forward_time_s": (0.001, "1.00"),
+                "backward_time_s": (0.002, "2.00"),
+                "element_time_s": (1.5e-9, "1.50"),
+                "latency_s": (0.003, "3.00"),
+                "algorithm_bandwidth_bytes_per_s": (2e9, "2 GB/s"),
+                "max_relative_error": (0.125, "12.5%"),
+                "lost_s_per_byte": (6e-10, "0.600"),
+                "slowdown": (2.5, "2.50"),
             },
-            ("1.00", "2.00", "1.50", "3.00", "2 GB/s", "12.5%", "0.600", "2.50"),
         ),
         (
             "prediction",
+            5,
             {
-                "step_time_s": 0.5,
-                "matmul_s": 0.1,
-                "attention_s": 0.02,
-                "elementwise_s": 0.003,
-                "launch_s": 0.0004,
-                "optimizer_s": 0.05,
-                "bucket_copy_s": 0.006,
-                "contention_s": 0.007,
-                "exposed_s": 0.008,
+                "step_time_s": (0.5, "500"),
+                "matmul_s": (0.1, None),
+                "attention_s": (0.02, None),
+                "elementwise_s": (0.003, None),
+                "launch_s": (0.0004, "123"),
+                "optimizer_s": (0.05, None),
+                "bucket_copy_s": (0.006, "56.0"),
+                "contention_s": (0.007, "7.00"),
+                "exposed_s": (0.008, "8.00"),
             },
-            ("500", "123", "56.0", "7.00", "8.00"),
         ),
         (
             "timeline",
+            7,
             {
-                "compute_s": 0.1,
-                "contention_s": 0.2,
-                "exposed_communication_s": 0.3,
-                "idle_s": 0.4,
-                "step_time_s": 1.0,
-                "overlapped_communication_s": 0.6,
-                "reported_exposed_s": 0.7,
+                "compute_s": (0.1, "100"),
+                "contention_s": (0.2, "200"),
+                "exposed_communication_s": (0.3, "300"),
+                "idle_s": (0.4, "400"),
+                "step_time_s": (1.0, "1000"),
+                "overlapped_communication_s": (0.6, "600"),
+                "reported_exposed_s": (0.7, "700"),
             },
-            ("100", "200", "300", "400", "1000", "600", "700"),
         ),
     ],
 )
 def test_columns_show_their_metrics_in_their_units(
-    kind: str, values: dict[str, float], cells: tuple[str, ...]
+    kind: str, num_times: int, expected: dict[str, tuple[float, str | None]]
 ) -> None:
-    measured = "ddp" if kind == "prediction" else kind
-    case = dict.fromkeys(find_kind(measured).join_key, "x")
-    record = Record(
-        kind=kind,
-        case={**case, "predicts": measured} if kind == "prediction" else case,
-        environment=ENVIRONMENT,
-        metrics={name: Metric(value=value) for name, value in values.items()},
-        outcome="ok",
-    )
-    table = records_table([record])
-    assert table.rows == (cells,)
+    """A metric without a cell is added to the next."""
+    numbers = {name: number for name, (number, _cell) in expected.items()}
+    predicts = {"predicts": "ddp"} if kind == "prediction" else {}
+    table = records_table([make_record(kind, numbers, **predicts)])
+    assert table.rows == (tuple(cell for _number, cell in expected.values() if cell),)
     times = [header for header in table.headers if header.endswith(("(ms)", "(ns)", "(ms/MB)"))]
-    assert len(times) == {"ddp": 5, "calibration": 5, "prediction": 5, "timeline": 7}[kind]
-
-
-def test_a_spread_beyond_the_value_is_marked() -> None:
-    def with_deviation(model: str, deviation: float) -> Record:
-        record = step_record(model=model)
-        step = Metric(value=0.1, std=deviation, samples=(0.1, 0.1))
-        return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": step})
-
-    table = records_table([with_deviation("small", 0.099), with_deviation("xl", 0.101)])
-    column = table.headers.index("step (ms)")
-    assert [row[column] for row in table.rows] == ["100 ± 99.0", "100 ± 101 (!)"]
-    assert [note[:3] for note in table.notes] == ["(!)"]
+    assert len(times) == num_times
 
 
 def test_one_table_has_one_kind() -> None:
