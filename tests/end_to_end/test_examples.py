@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from paceline.records import RecordStore
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.records import RecordStore
 from paceline.records.store import decode_record
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
 

@@ -8,7 +8,7 @@ import msgspec
 from paceline.records import Environment, Record
 from paceline.reports.evidence.profile_runs import subject_of
 from tests.unit.course.report_cases import make_record
-from tests.unit.reports.factory import ENVIRONMENT, memory_record
+from tests.unit.record_factory import ENVIRONMENT, memory_record
 
 Ranges = Mapping[str, Mapping[tuple[str, str], tuple[float, float, float]]]
 """Seconds, calls and operations by range, kind of work and operator."""

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
 from paceline.reports.document.model import Block, Picture, finding_text
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.record_factory import ENVIRONMENT
 
 RESULTS = pathlib.Path(__file__).parents[3] / "results"
 

@@ -19,7 +19,7 @@ from paceline.reports.document.markdown import render_report
 from paceline.reports.document.model import Block, Report
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import changed, committed_records
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.record_factory import ENVIRONMENT
 
 ATTACKS = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "a|b`c$d_e*")
 VOID = {"meta", "img"}

@@ -15,14 +15,14 @@ from paceline.records import RecordStore, capture_environment
 from paceline.workflows import suite as suite_module
 from paceline.workflows.cases import SuiteCase
 from paceline.workflows.suite import Suite
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 
 # Stands in for paceline: leaves a record, or does what its model's name says.
 PROGRAM = """
 import os, sys, time
 import msgspec
 from paceline.records import RecordStore, capture_environment
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 model, store = sys.argv[1], RecordStore(sys.argv[2])
 print("looking at", model, flush=True)
 if model == "broken":

@@ -12,7 +12,7 @@ from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.plots.collectives import plot_communication
 from tests.unit.course.report_cases import check, make_record, no_drawing
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.record_factory import ENVIRONMENT
 
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 8e9}
 UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}

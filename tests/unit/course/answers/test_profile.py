@@ -21,7 +21,7 @@ from tests.unit.course.profile_cases import (
     profile_environment,
 )
 from tests.unit.course.report_cases import check
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 
 KERNELS: Ranges = {
     "forward": {("matmul", "sgemm_128x64"): (0.6, 31, 0), ("other", "kernel"): (0.4, 9, 0)},

@@ -10,7 +10,7 @@ from paceline.course.answers import block, step
 from paceline.records import Metric, Record
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import check, no_drawing
-from tests.unit.reports.factory import step_record
+from tests.unit.record_factory import step_record
 
 Expected = Mapping[str, Any]
 STEADY = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005)

@@ -17,7 +17,7 @@ from paceline.course.answers.strategies import (
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import check, make_record, no_drawing
-from tests.unit.reports.factory import ENVIRONMENT
+from tests.unit.record_factory import ENVIRONMENT
 
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)

@@ -11,7 +11,7 @@ from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.profile_runs import subject_of
 from tests.unit.course.profile_cases import EARLY, LATE, MODEL, profile_environment, profile_record
 from tests.unit.course.report_cases import check, no_drawing
-from tests.unit.reports.factory import memory_record
+from tests.unit.record_factory import memory_record
 
 PARTS = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
 STATES = {"parameters": 10, "optimizer_state": 20}

@@ -1,11 +1,12 @@
 import io
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from paceline.records import Record
 from paceline.reports.plots.registry import draw
-from tests.unit.reports.factory import attention_record
+from tests.unit.record_factory import attention_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,16 +35,8 @@ def rows_of(figure: "Figure") -> list[int]:
 @pytest.mark.parametrize("name", ["attention-time", "attention-memory"])
 def test_widths_are_columns_and_formats_rows(name: str) -> None:
     widths, dtypes = (16, 32, 64, 128), ("float32", "bfloat16")
-    figure = draw(
-        name,
-        [
-            record(implementation, context, dtype=dtype, head_dim=width)
-            for dtype in dtypes
-            for width in widths
-            for context in (256, 1024)
-            for implementation in ("naive", "sdpa")
-        ],
-    )
+    cases = itertools.product(("naive", "sdpa"), (256, 1024), dtypes, widths)
+    figure = draw(name, [record(*case[:2], dtype=case[2], head_dim=case[3]) for case in cases])
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == [f"head dim {width}, dtype {dtype}" for dtype in dtypes for width in widths]
     assert [axes.get_subplotspec().colspan.start for axes in figure.axes] == [0, 1, 2, 3] * 2  # type: ignore[union-attr]
@@ -107,14 +100,8 @@ def test_cases_without_numbers_are_marked_above_all_others() -> None:
     assert legend_labels(figure)[-1] == "out of memory\nor skipped"
 
 
-@pytest.mark.parametrize(
-    ("names", "title"),
-    [
-        (("naive",), "Attention that stores its scores: time"),
-        (("sdpa",), "Attention: time"),
-        (("naive", "sdpa"), "Attention: time"),
-    ],
-)
-def test_only_the_naive_one_is_said_to_store_its_scores(names: tuple[str, ...], title: str) -> None:
-    records = [record(name, context) for name in names for context in (256, 1024)]
-    assert draw("attention-time", records).get_suptitle() == title
+@pytest.mark.parametrize("names", [("naive",), ("sdpa",), ("naive", "sdpa")])
+def test_only_the_naive_one_is_said_to_store_its_scores(names: tuple[str, ...]) -> None:
+    figure = draw("attention-time", [record(name, n) for name in names for n in (256, 1024)])
+    what = "Attention that stores its scores" if names == ("naive",) else "Attention"
+    assert figure.get_suptitle() == f"{what}: time"

@@ -7,9 +7,10 @@ import pytest
 
 from paceline.core import UsageError
 from paceline.records import Metric
+from paceline.reports.evidence.strategies import EXPOSED
 from paceline.reports.plots.registry import PLOTS, draw, drawable_plots
 from paceline.reports.plots.style import save_figure
-from tests.unit.reports.factory import (
+from tests.unit.record_factory import (
     MEASURED_MEMORY,
     PREDICTED_MEMORY,
     attention_record,
@@ -36,18 +37,13 @@ COMMUNICATION = [
     communication_record(size, world_size) for size in (10**6, 10**8) for world_size in (2, 4)
 ]
 LINK = {"gradient_bytes": 4e8, "latency_s": 1e-4, "algorithm_bandwidth_bytes_per_s": 1e10}
+BUCKETED = [(strategy, size) for strategy in ("torch_ddp", "bucketed") for size in (1.0, 25.0)]
 STRATEGIES = [
     data_parallel_record("flat", None),
-    *(
-        data_parallel_record(strategy, size, exposed_s=size / 1e3)
-        for strategy in ("torch_ddp", "bucketed")
-        for size in (1.0, 25.0)
-    ),
+    *(data_parallel_record(name, size, exposed_s=size / 1e3) for name, size in BUCKETED),
     data_parallel_record("bucketed", "auto"),
     *(
-        prediction_of(
-            data_parallel_record("bucketed", size), {**LINK, "exposed_communication_s": exposed_s}
-        )
+        prediction_of(data_parallel_record("bucketed", size), {**LINK, EXPOSED: exposed_s})
         for size, exposed_s in ((1.0, 0.001), (25.0, 0.02))
     ),
 ]

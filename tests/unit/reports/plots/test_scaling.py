@@ -31,9 +31,9 @@ def test_pictures_are_drawn_and_reproducible(
 
 
 def test_laws_reach_1e24_and_show_every_method(found: ScalingFit) -> None:
-    for axes in plot_laws(found).axes:
-        assert axes.get_xlim()[1] >= 1e24
-    labels = plot_laws(found).axes[0].get_legend_handles_labels()[1]
+    panels = plot_laws(found).axes
+    assert all(axes.get_xlim()[1] >= 1e24 for axes in panels)
+    labels = panels[0].get_legend_handles_labels()[1]
     assert labels == [method.method for method in found.methods]
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 from paceline.records import Record
 from paceline.reports.tables.attention import implementations_table, kernels_table
-from tests.unit.reports.factory import attention_record, make_record
+from tests.unit.record_factory import attention_record, make_record
 
 
 def kernel(mask: str, registers: float, outcome: str = "ok") -> Record:

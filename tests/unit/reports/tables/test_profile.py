@@ -10,7 +10,7 @@ from paceline.reports.tables.profile import (
     operator_table,
     work_table,
 )
-from tests.unit.reports.factory import make_record, memory_record, prediction_of
+from tests.unit.record_factory import make_record, memory_record, prediction_of
 
 RECORDS = [
     make_record(
