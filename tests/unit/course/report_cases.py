@@ -1,4 +1,4 @@
-"""Records that a report can be made of: those that are committed, and a few that are not."""
+"""Records that a report can be made of, committed ones and others; and what is found in them."""
 
 import functools
 import pathlib
@@ -9,10 +9,19 @@ import msgspec
 import pytest
 
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
-from paceline.reports.document.model import Block, Picture, finding_text
+from paceline.reports.document.model import Block, finding_text
+from paceline.reports.evidence.groups import Evidence
+from tests.unit import record_factory
 from tests.unit.record_factory import ENVIRONMENT
 
 RESULTS = pathlib.Path(__file__).parents[3] / "results"
+STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
+NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
+ONE = (1.0,)
+FEW = "(unknown: too few samples, 1)"
+GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
+UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}
+"""Two hosts on a link whose rate nobody set."""
 
 
 @functools.cache
@@ -21,15 +30,10 @@ def committed_records() -> tuple[Record, ...]:
     records = [
         record for path in sorted(RESULTS.glob("*.jsonl")) for record in RecordStore(path).read()
     ]
-    steps = [each for each in records if each.kind == "step" and each.case["phase"] == "train"]
-    naive = [
-        each
-        for each in records
-        if each.kind == "attention"
-        and each.case["implementation"] == "naive"
-        and not each.case["causal"]
-    ]
-    compiled = [changed(each, 0.8, compile="whole") for each in (*steps, *naive) if each.metrics]
+    naive = {"implementation": "naive", "causal": False}
+    plain = Evidence.of(records).find("step", phase="train")
+    plain += Evidence.of(records).find("attention", **naive)
+    compiled = [changed(record, 0.8, compile="whole") for record in plain if record.metrics]
     return tuple(latest_per_case([*records, *compiled]))
 
 
@@ -47,62 +51,54 @@ def swapped(records: tuple[Record, ...], order: Callable[[list[int]], list[int]]
     result = list(records)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, record in enumerate(records):
-        key = (record.kind, *sorted(record.metrics))
         if record.metrics:
-            groups.setdefault(key, []).append(index)
+            groups.setdefault((record.kind, *sorted(record.metrics)), []).append(index)
     for indices in groups.values():
         for index, other in zip(indices, order(indices), strict=True):
             result[index] = msgspec.structs.replace(records[index], metrics=records[other].metrics)
     return result
 
 
-def no_drawing(_plot: Any, _records: Any, name: str, description: str) -> Picture:
-    """Stands in for drawing, which takes most of a report's time."""
-    return Picture(name=name, description=description, svg=b"<svg/>")
-
-
 def make_record(
-    kind: str, metrics: Mapping[str, float | Sequence[float]], *, outcome: Any = "ok", **case: Any
+    kind: str, numbers: Mapping[str, Any], *, environment: Any = ENVIRONMENT, **case: Any
 ) -> Record:
-    """A record of numbers or of samples, on two ranks of a processor unless the case says more."""
-    fields: dict[str, Any] = dict.fromkeys(find_kind(case.get("predicts", kind)).join_key, "x")
+    """A record of what is not None, on two ranks of a processor unless the case says more."""
+    known = {name: number for name, number in numbers.items() if number is not None}
     usual = {"world_size": 2, "num_hosts": 1, "threads": 1, "device": "cpu"}
     usual |= {"hardware": "a processor"}
-    fields |= {name: value for name, value in usual.items() if name in fields}
-    return Record(
-        kind=kind,
-        case={**fields, **case},
-        environment=ENVIRONMENT,
-        metrics={
-            name: Metric.from_samples(list(value))
-            if isinstance(value, Sequence)
-            else Metric(value=value)
-            for name, value in metrics.items()
-        },
-        outcome=outcome,
-        reason=None if outcome == "ok" else "a reason",
-    )
+    fields = find_kind(case.get("predicts", kind)).join_key
+    case = {name: value for name, value in usual.items() if name in fields} | case
+    record = record_factory.make_record(kind, known, **case)
+    return msgspec.structs.replace(record, environment=environment)
 
 
-def sentences(blocks: tuple[Block, ...]) -> list[str]:
+def sentences(blocks: Sequence[Block]) -> list[str]:
     """All findings as text."""
     return [finding_text(finding) for block in blocks for finding in block.findings]
 
 
-def check(blocks: Sequence[Block], expected: Mapping[str, Mapping[str, Any] | None]) -> None:
+def check(
+    answer: Callable[[Evidence], tuple[Block, ...]],
+    records: Sequence[Record],
+    expected: Mapping[str, Mapping[str, Any] | None],
+) -> tuple[Block, ...]:
     """Every finding has these figures, and its text these words; None for what must be absent.
 
-    The key "says" is for words: a verdict, a name; "remedy" for all that is to be done.
+    The key "says" is for words: a verdict, a name; "remedy" for all that is to be done. Where
+    nothing is expected, nothing is answered.
     """
+    blocks = answer(Evidence.of(records))
+    assert expected or not blocks
     found = {each.name: each for block in blocks for each in block.findings}
     for name, figures in expected.items():
+        assert (name in found) == (figures is not None), name
         if figures is None:
-            assert name not in found
             continue
-        finding = found[name]
-        says = figures.get("says", ())
+        known = dict(figures)
+        says, remedy = known.pop("says", ()), known.pop("remedy", found[name].remedy)
         for words in (says,) if isinstance(says, str) else says:
-            assert words in finding_text(finding)
-        assert finding.remedy == figures.get("remedy", finding.remedy)
-        known = {key: value for key, value in figures.items() if key not in ("says", "remedy")}
-        assert {key: finding.figures[key] for key in known} == pytest.approx(known, rel=2e-3)
+            assert words in finding_text(found[name])
+        assert found[name].remedy == remedy
+        figures = {key: found[name].figures[key] for key in known}
+        assert figures == pytest.approx(known, rel=2e-3)
+    return blocks

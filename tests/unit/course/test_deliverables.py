@@ -8,20 +8,13 @@ import shlex
 import pytest
 
 from paceline.cli import main
-from paceline.course.answers import (
-    block,
-    collectives,
-    profile,
-    scaling,
-    sharding,
-    strategies,
-)
+from paceline.course.answers.scaling import answer_scaling
 from paceline.course.deliverables import DELIVERABLES, Part
 from paceline.course.report import build_report, commands_for
 from paceline.course.suite.presets import suite_cases
 from paceline.reports.evidence.groups import Evidence
 from paceline.scaling import LossSurface, synthetic_sweep
-from tests.unit.course.report_cases import committed_records, no_drawing, sentences, swapped
+from tests.unit.course.report_cases import committed_records, sentences, swapped
 
 # The rows of the courses' list of problems.
 CONTRACT = """
@@ -31,18 +24,8 @@ flash_benchmarking, distributed_communication_single_node, naive_ddp, minimal_dd
 ddp_overlap_individual_parameters, ddp_overlap_bucketed, ddp_bucketed_benchmarking (equations),
 communication_accounting, optimizer_state_sharding, chinchilla_isoflops
 """
-MEASURED = [
-    pytest.param(part, id=f"{deliverable.name}: {part.title}")
-    for deliverable in DELIVERABLES
-    for part in deliverable.parts
-    if part.kind
-]
-
-
-@pytest.fixture(autouse=True)
-def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block, collectives, strategies, profile, sharding):
-        monkeypatch.setattr(module, "draw_picture", no_drawing)
+PARTS = [(deliverable, part) for deliverable in DELIVERABLES for part in deliverable.parts]
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_every_problem_has_a_section_in_order() -> None:
@@ -61,34 +44,27 @@ def test_an_empty_store_leaves_what_is_calculated_and_says_how_to_measure_the_re
                 assert ("profile " in command) == profiled, part.title
 
 
-@pytest.mark.parametrize("part", MEASURED)
-def test_findings_change_with_the_figures(part: Part) -> None:
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, id=f"{each.name}: {part.title}") for each, part in PARTS if part.kind],
+)
+def test_findings_change_with_the_figures_and_say_where_they_are_from(part: Part) -> None:
     records = committed_records()
-    said = sentences(part.answer(Evidence.of(records)))
-    assert said
+    blocks = part.answer(Evidence.of(records))
+    assert sentences(blocks)
     for order in (lambda each: each[::-1], lambda each: each[3:] + each[:3]):
-        assert said != sentences(part.answer(Evidence.of(swapped(records, order))))
-
-
-@pytest.mark.parametrize("part", MEASURED)
-def test_every_block_says_where_it_was_measured(part: Part) -> None:
-    for found in part.answer(Evidence.of(committed_records())):
+        assert sentences(blocks) != sentences(part.answer(Evidence.of(swapped(records, order))))
+    for found in blocks:
         assert found.tables
-        assert all("torch 2" in place and "processors" in place for place in found.environments)
         assert found.environments
+        assert all("torch 2" in place and "processors" in place for place in found.environments)
 
 
 def _commands() -> set[str]:
-    measured = (
-        case
-        for preset, quick in itertools.product(("laptop", "2gpu", "8gpu"), (False, True))
-        for case in suite_cases(preset, quick=quick)
-    )
-    parts = ((deliverable, part) for deliverable in DELIVERABLES for part in deliverable.parts)
-    return {
-        *(f"{each.command}{' --out x' * (each.records_in == 'directory')}" for each in measured),
-        *(command for asked in parts for command in commands_for(*asked)),
-    }
+    presets = itertools.product(("laptop", "2gpu", "8gpu"), (False, True))
+    cases = [case for preset, quick in presets for case in suite_cases(preset, quick=quick)]
+    measured = {f"{case.command}{' --out x' * (case.records_in == 'directory')}" for case in cases}
+    return measured | {command for asked in PARTS for command in commands_for(*asked)}
 
 
 def test_every_command_of_the_report_and_of_the_suite_is_one(
@@ -106,12 +82,8 @@ def test_every_command_of_the_report_and_of_the_suite_is_one(
 
 
 def test_answers_without_measurement_are_the_right_ones() -> None:
-    text = " ".join(
-        sentence
-        for section in build_report([]).sections
-        for part in section.parts
-        for sentence in sentences(part.blocks)
-    )
+    parts = [part for section in build_report([]).sections for part in section.parts]
+    text = " ".join(sentence for part in parts for sentence in sentences(part.blocks))
     figures = """9.9531; 10.0021; 3,276 GiB; 41 H100; 17,547,264; 35 devices; 54; 25,302; 20,444;
         15,699; 3,925; s/(n w) + n o; 128.00 MiB; 29.78 GiB to 22.33 GiB; 5.00 MiB at context 128;
         float32, not float16"""
@@ -119,22 +91,17 @@ def test_answers_without_measurement_are_the_right_ones() -> None:
 
 
 def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib.Path) -> None:
-    surface = LossSurface(
-        irreducible=2.69,
-        parameter_scale=1606.4,
-        parameter_exponent=0.34,
-        token_scale=3210.7,
-        token_exponent=0.36,
-    )
-    sweep = synthetic_sweep(surface)
+    exponents = {"parameter_exponent": 0.34, "token_exponent": 0.36}
+    scales = {"irreducible": 2.69, "parameter_scale": 1606.4, "token_scale": 3210.7}
+    sweep = synthetic_sweep(LossSurface(**scales, **exponents))
     runs = tmp_path / "runs.json"
     rows = zip(sweep.parameters, sweep.compute, sweep.loss, strict=True)
     names = ("parameters", "compute_budget", "final_loss")
     runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
-    (given,) = scaling.answer_scaling(Evidence.of([], runs))
+    (given,) = answer_scaling(Evidence.of([], runs))
     assert "runs.json" in given.heading
     sizes = [each.figures["parameters"] for each in given.findings[:2]]
     assert sizes == pytest.approx([9.19e10, 3.0e11], rel=2e-3)
-    (made_up,) = scaling.answer_scaling(Evidence.of([]))
+    (made_up,) = answer_scaling(Evidence.of([]))
     assert "made up" in made_up.heading
     assert made_up.findings[:2] != given.findings[:2]

@@ -1,27 +1,31 @@
 """A block of findings about records that were measured together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from paceline.core.finding import Finding
 from paceline.records import Record
-from paceline.reports.document.model import Block, Picture
+from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.provenance import describe_environments, describe_topology
 from paceline.reports.tables.table import Table, records_table
+
+Drawing: TypeAlias = tuple[str, Sequence[Record], str, str]
+"""A picture to be drawn: the plot, its records, the picture's name and its description."""
 
 
 def measured_block(
     group: Sequence[Record],
     *,
     tables: Iterable[Table],
+    drawings: Iterable[Drawing],
     findings: Iterable[Finding],
-    pictures: Iterable[Picture] = (),
 ) -> Block:
     """Says where records of one place were measured, and with what, around what they show."""
     return Block(
         heading=describe_topology(group[0]),
         tables=tuple(tables),
-        pictures=tuple(pictures),
+        pictures=tuple(draw_picture(*drawing) for drawing in drawings),
         findings=tuple(findings),
         environments=describe_environments(group),
     )
@@ -48,11 +52,11 @@ def drawn_blocks(
     for number, group in enumerate(groups):
         found = tuple(findings(group))
         if found:
-            pictures = (
-                draw_picture(plot, group, f"{name}-{number}-{plot}", description)
+            drawings = (
+                (plot, group, f"{name}-{number}-{plot}", description)
                 for plot, description in plots.items()
             )
             blocks.append(
-                measured_block(group, tables=(table(group),), findings=found, pictures=pictures)
+                measured_block(group, tables=(table(group),), drawings=drawings, findings=found)
             )
     return tuple(blocks)

@@ -7,7 +7,6 @@ from paceline.course.findings.collectives import all_reduce_findings, ranks_and_
 from paceline.records import Record
 from paceline.records.kinds import LINK_SHAPE
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
 from paceline.reports.evidence.strategies import has_peers
@@ -29,17 +28,12 @@ def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
             key=lambda each: (case_number(each, "world_size"), case_number(each, "size_bytes")),
         )
         fits = _fits(evidence, group)
-        picture = draw_picture(
-            "communication",
-            ordered,
-            f"communication-{number}",
-            "Algorithm bandwidth of all-reduce by message size, with the link's rate",
-        )
+        description = "Algorithm bandwidth of all-reduce by message size, with the link's rate"
         blocks.append(
             measured_block(
                 group,
                 tables=[records_table(each) for each in (ordered, fits) if each],
-                pictures=(picture,),
+                drawings=[("communication", ordered, f"communication-{number}", description)],
                 findings=all_reduce_findings(ordered, fits),
             )
         )

@@ -12,7 +12,7 @@ from paceline.course.findings.operators import comparable_flops, operator_findin
 from paceline.course.findings.template import make_finding
 from paceline.records import Record, join_key
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture, picture_of
+from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.evidence.groups import Evidence, comparable_groups
 from paceline.reports.evidence.profile_runs import ProfileRun, find_profile_runs, subject_of
@@ -100,14 +100,15 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         tables = [memory_table([*ordered, *predictions])]
         if allocations:
             tables.append(records_table(allocations))
-        picture = draw_picture(
-            "memory-timeline",
-            drawn,
-            f"memory-timeline-{number}",
-            "Memory over a step, stacked by what it is for",
+        description = "Memory over a step, stacked by what it is for"
+        blocks.append(
+            measured_block(
+                group,
+                tables=tables,
+                drawings=[("memory-timeline", drawn, f"memory-timeline-{number}", description)],
+                findings=memory_findings(ordered, allocations),
+            )
         )
-        findings = memory_findings(ordered, allocations)
-        blocks.append(measured_block(group, tables=tables, pictures=(picture,), findings=findings))
     return tuple(blocks)
 
 

@@ -9,7 +9,6 @@ from paceline.course.answers.block import drawn_blocks, measured_block
 from paceline.course.findings.sharding import BASELINE, memory_findings, time_findings
 from paceline.course.findings.template import make_finding
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture
 from paceline.reports.evidence.groups import Evidence, comparable_groups, includes
 from paceline.reports.evidence.strategies import OVER, has_peers
 from paceline.reports.tables.table import Table, records_table
@@ -35,17 +34,13 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         predictions = evidence.predictions_for("optimizer", group)
         joined = with_predictions(group, predictions)
         measured = [record for record in joined if record.metrics]
-        picture = draw_picture(
-            "optimizer-memory",
-            [*measured, *predictions],
-            f"optimizer-memory-{number}",
-            "Memory of a step by what it holds, measured and predicted",
-        )
+        description = "Memory of a step by what it holds, measured and predicted"
+        drawn = [*measured, *predictions]
         blocks.append(
             measured_block(
                 group,
                 tables=(records_table(joined), records_table(joined, "memory")),
-                pictures=(picture,),
+                drawings=[("optimizer-memory", drawn, f"optimizer-memory-{number}", description)],
                 findings=memory_findings(measured),
             )
         )

@@ -14,7 +14,7 @@ from paceline.course.findings.template import make_finding
 from paceline.records import Record
 from paceline.records.kinds import MEASURED_LINK_RATE, PREDICTS
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture, picture_of
+from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.fields import strategy_text
 from paceline.reports.evidence.groups import Evidence, comparable_groups
 from paceline.reports.evidence.strategies import (
@@ -73,8 +73,8 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
             measured_block(
                 group,
                 tables=(records_table(shown),),
-                pictures=[
-                    draw_picture(plot, drawn, f"{plot}-{number}", (_PHASES | _SIZES)[plot])
+                drawings=[
+                    (plot, drawn, f"{plot}-{number}", (_PHASES | _SIZES)[plot])
                     for plot, drawn in plots.items()
                 ],
                 findings=overlap_findings(shown, predictions),
@@ -116,7 +116,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
             measured_block(
                 group,
                 tables=(records_table(measured),),
-                pictures=(draw_picture("timelines", drawn, f"timelines-{number}", description),),
+                drawings=[("timelines", drawn, f"timelines-{number}", description)],
                 findings=trace_findings(waits_least),
             )
         )

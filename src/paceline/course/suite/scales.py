@@ -78,7 +78,7 @@ _LAPTOP = dataclasses.replace(
     _QUICK_LAPTOP,
     models={"bytes-34M": 40, "small": 70, "medium": 180, "large": 400, "xl": 15, "2.7B": 15},
     step_warmup=2,
-    steps=5,
+    steps=6,  # The fewest from which a comparison concludes.
     small_model="small",
     contexts=(256, 128, 512),
     attention_widths=(16, 32, 64, 128),

@@ -6,153 +6,113 @@ import msgspec
 import pytest
 
 from paceline.accounting.communication.collectives import bus_factor
-from paceline.course.answers import collectives
 from paceline.course.answers.collectives import answer_all_reduce
 from paceline.records import Record
-from paceline.reports.evidence.groups import Evidence
 from paceline.reports.plots.collectives import plot_communication
-from tests.unit.course.report_cases import check, make_record, no_drawing
-from tests.unit.record_factory import ENVIRONMENT
+from tests.unit.course.report_cases import ENVIRONMENT, GPU, UNSHAPED, check, make_record
 
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 8e9}
-UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}
-GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
+FAR = {**GPU, "num_hosts": 2}
 MB = 1_000_000
 
 
-@pytest.fixture(autouse=True)
-def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "draw_picture", no_drawing)
-
-
-def _comm(size: int, *, bus: float = 1e9, **case: Any) -> Record:
+def _comm(size: int = MB, bus: float = 1e9, **case: Any) -> Record:
     """An all-reduce with a bus bandwidth; one rank has none and takes a millisecond."""
     factor = float(bus_factor("all_reduce", case.get("world_size", 2)))
     seconds = size * factor / bus or 1e-3
-    metrics = {
-        "time_s": seconds,
-        "algorithm_bandwidth_bytes_per_s": size / seconds,
-        "bus_bandwidth_bytes_per_s": size / seconds * factor,
-    }
+    metrics = {"time_s": seconds, "algorithm_bandwidth_bytes_per_s": size / seconds}
+    metrics |= {"bus_bandwidth_bytes_per_s": size / seconds * factor}
     return make_record("comm", metrics, operation="all_reduce", size_bytes=size, **case)
 
 
-def _fit(latency_s: float, **case: Any) -> Record:
+def _two(bus: float = 1e9, **case: Any) -> list[Record]:
+    return [_comm(size, bus, **case) for size in (MB, 10 * MB)]
+
+
+def _fit(latency_s: float, **case: Any) -> list[Record]:
     metrics = {"latency_s": latency_s, "max_relative_error": 0.05}
     sizes = {"smallest_bytes": 1.0 * MB, "largest_bytes": 100.0 * MB, "operation": "all_reduce"}
-    return make_record("collective_fit", metrics, **{**sizes, **case})
+    fit = make_record("collective_fit", metrics, **{**sizes, **case})
+    return [_comm(), _comm(100 * MB), _comm(10 * MB, world_size=4), fit]
+
+
+def _sizes(small: float) -> list[Record]:
+    # The last is of other threads, and so no part of the curve.
+    return [_comm(bus=small), _comm(100 * MB), _comm(200 * MB, 1e6, threads=2)]
+
+
+def _ranks(bus: float, num_processors: int = 2, **case: Any) -> list[Record]:
+    there = msgspec.structs.replace(ENVIRONMENT, num_processors=num_processors)
+    four = [_comm(size, bus, world_size=4, **case) for size in (10 * MB, 100 * MB)]
+    return [msgspec.structs.replace(each, environment=there) for each in (*_two(**case), *four)]
+
+
+LATENCY, SIZES, RANKS = "call_latency", "bandwidth_by_size", "bandwidth_by_ranks"
+LOOPBACK, UNKNOWN, LINK = "loopback", "unknown_link", "link_share"
+ONE_RANK, APART = {SIZES: {"world_size": 2}, RANKS: None}, _comm(100 * MB, world_size=4)
+CROWDED = "4 ranks share 2 processors"
 
 
 @pytest.mark.parametrize(
-    ("fit", "figures"),
+    ("records", "expected"),
     [
         # A megabyte takes a millisecond.
-        (_fit(8e-4), {"latency_s": 8e-4, "latency_share": 0.8, "error_share": 0.05}),
-        (_fit(2e-3), {"latency_share": 1.0}),
-        (_fit(0.0), {"latency_s": 0.0, "latency_share": 0.0}),
+        (_fit(8e-4), {LATENCY: {"latency_s": 8e-4, "latency_share": 0.8, "error_share": 0.05}}),
+        (_fit(2e-3), {LATENCY: {"latency_share": 1.0}}),
+        (_fit(0.0), {LATENCY: {"latency_s": 0.0, "latency_share": 0.0}}),
         # Fits of other ranks, sizes or machines say nothing of these.
-        (_fit(8e-4, world_size=4), None),
-        (_fit(8e-4, threads=2), None),
-        (_fit(8e-4, hardware="another"), None),
-        (_fit(8e-4, smallest_bytes=1e7), None),
+        (_fit(8e-4, world_size=4), {LATENCY: None}),
+        (_fit(8e-4, threads=2), {LATENCY: None}),
+        (_fit(8e-4, hardware="another"), {LATENCY: None}),
+        (_fit(8e-4, smallest_bytes=1e7), {LATENCY: None}),
+        (_sizes(0.5e9), {SIZES: {"small_s": 0.002, "large_s": 0.1, "says": "few large"}}),
+        (_sizes(0.5e9), {SIZES: {"small_bytes_per_s": 0.5e9, "says": "more (+100%)"}}),
+        (_sizes(2e9), {SIZES: {"large_bytes_per_s": 1e9, "says": "less (-50%)"}}),
+        (_sizes(1.09e9), {SIZES: {"says": "alike (-8%)"}}),
+        (_sizes(0.92e9), {SIZES: {"says": "alike (+9%)"}}),
+        # Ranks are compared at a size that both have.
+        (_ranks(0.95e9), {RANKS: {"many_bytes_per_s": 0.95e9, "says": ("10 MB", "alike (-5%)")}}),
+        (_ranks(0.5e9), {RANKS: {"few_bytes_per_s": 1e9, "says": ("less", CROWDED)}}),
+        (_ranks(0.5e9, 8), {RANKS: {"says": "less", "remedy": ""}}),
+        (_ranks(2e9, num_hosts=4), {RANKS: {"few_ranks": 2, "many_ranks": 4, "says": "more"}}),
+        ([*_two(), APART], {SIZES: {"world_size": 2}, RANKS: None}),
+        # Throughput is held against a link whose rate is known.
+        (_two(), {LOOPBACK: {"bus_bytes_per_s": 1e9}, UNKNOWN: None, LINK: None}),
+        (_two(link_rate_bits_per_s=2e9), {LOOPBACK: {}, LINK: None}),
+        (_two(**UNSHAPED), {UNKNOWN: {"says": "stream reached 20 Gbit/s"}, LINK: None}),
+        (_two(num_hosts=2), {UNKNOWN: {"bus_bytes_per_s": 1e9}, LOOPBACK: None}),
+        (_two(**FAR), {UNKNOWN: {}, LOOPBACK: None, LINK: None}),
+        (_two(**{**GPU, "hardware": "some GPU"}), {UNKNOWN: {}, LOOPBACK: None}),
+        (_two(4.4e11, **GPU), {LINK: {LINK: 0.978, "says": ("NVLink 4", "link bounds it")}}),
+        (_two(4.4e11, **GPU), {LINK: {"link_bytes_per_s": 4.5e11}, UNKNOWN: None}),
+        (_two(5.1e11, **GPU), {LINK: {LINK: 1.133, "says": "other than this link"}}),
+        (_two(0.5e9, **LAB), {LINK: {LINK: 0.5, "says": "shaped to 8 Gbit/s"}, LOOPBACK: None}),
+        (_two(0.5e9, world_size=4, **LAB), {LINK: {"bus_bytes_per_s": 0.5e9}}),
+        # One rank tells nothing.
+        (_two(world_size=1), {}),
+        (_two(world_size=1, **GPU), {}),
+        ([*_two(world_size=1), *_two()], ONE_RANK),
+        ([*_two(world_size=1, **GPU), *_two(4e11, **GPU)], ONE_RANK),
     ],
 )
-def test_the_latency_of_a_call_is_told_by_the_fit(
-    fit: Record, figures: dict[str, float] | None
-) -> None:
-    records = [_comm(MB), _comm(100 * MB), _comm(10 * MB, world_size=4), fit]
-    check(answer_all_reduce(Evidence.of(records)), {"call_latency": figures})
+@pytest.mark.usefixtures("no_pictures")
+def test_findings(records: list[Record], expected: Any) -> None:
+    check(answer_all_reduce, records, expected)
 
 
 @pytest.mark.parametrize(
-    ("small", "says"),
+    ("case", "texts"),
     [
-        (0.5e9, ("more (+100%)", "few large")),
-        (2e9, "less (-50%)"),
-        (1.09e9, "alike (-8%)"),
-        (0.92e9, "alike (+9%)"),
+        ({}, ["loopback: no line rate, so no theoretical curve"]),
+        (UNSHAPED, ["no line rate is known, so no theoretical curve"]),
+        (FAR, ["no line rate is known, so no theoretical curve"]),
+        (LAB, []),
+        (GPU, []),
+        ({**GPU, "world_size": 1}, []),
     ],
 )
-def test_bandwidth_is_compared_by_size(small: float, says: Any) -> None:
-    records = [
-        *(_comm(MB, bus=small), _comm(100 * MB)),
-        # Of other threads, and so no part of the curve.
-        _comm(200 * MB, bus=1e6, threads=2),
-    ]
-    figures = {"small_s": MB / small, "large_s": 0.1, "large_bytes_per_s": 1e9}
-    expected = {**figures, "small_bytes_per_s": small, "says": says}
-    check(answer_all_reduce(Evidence.of(records)), {"bandwidth_by_size": expected})
-
-
-@pytest.mark.parametrize(
-    ("bus", "processors", "case", "figures"),
-    [
-        (0.95e9, 2, {}, {"many_bytes_per_s": 0.95e9, "says": ("of 10 MB", "alike (-5%)")}),
-        (0.5e9, 2, {}, {"few_bytes_per_s": 1e9, "says": ("less", "4 ranks share 2 processors")}),
-        (0.5e9, 8, {}, {"says": "less", "remedy": ""}),
-        (2e9, 2, {"num_hosts": 4}, {"few_ranks": 2, "many_ranks": 4, "says": "more"}),
-    ],
-)
-def test_ranks_are_compared_at_a_size_that_both_have(
-    bus: float, processors: int, case: dict[str, Any], figures: dict[str, Any]
-) -> None:
-    records = [_comm(size, **case) for size in (MB, 10 * MB)]
-    records += [_comm(size, bus=bus, world_size=4, **case) for size in (10 * MB, 100 * MB)]
-    environment = msgspec.structs.replace(ENVIRONMENT, num_processors=processors)
-    there = [msgspec.structs.replace(record, environment=environment) for record in records]
-    check(answer_all_reduce(Evidence.of(there)), {"bandwidth_by_ranks": figures})
-
-
-def test_ranks_without_a_size_in_common_are_not_compared() -> None:
-    records = [_comm(MB), _comm(10 * MB), _comm(100 * MB, world_size=4)]
-    expected = {"bandwidth_by_size": {"world_size": 2}, "bandwidth_by_ranks": None}
-    check(answer_all_reduce(Evidence.of(records)), expected)
-
-
-@pytest.mark.parametrize(
-    ("case", "bus", "finding", "figures"),
-    [
-        ({}, 1e9, "loopback", {"bus_bytes_per_s": 1e9}),
-        (UNSHAPED, 1e9, "unknown_link", {"says": "stream reached 20 Gbit/s"}),
-        ({"num_hosts": 2}, 1e9, "unknown_link", {"bus_bytes_per_s": 1e9}),
-        ({**GPU, "num_hosts": 2}, 1e9, "unknown_link", {}),
-        ({**GPU, "hardware": "some GPU"}, 1e9, "unknown_link", {}),
-        (GPU, 4.4e11, "link_share", {"link_share": 0.978, "says": ("NVLink 4", "link bounds it")}),
-        (GPU, 5.1e11, "link_share", {"link_share": 1.133, "says": "other than this link"}),
-        (LAB, 0.5e9, "link_share", {"link_share": 0.5, "says": "links shaped to 8 Gbit/s"}),
-        ({**LAB, "world_size": 4}, 0.5e9, "link_share", {"bus_bytes_per_s": 0.5e9}),
-    ],
-)
-def test_throughput_is_held_against_a_link_whose_rate_is_known(
-    case: dict[str, Any], bus: float, finding: str, figures: dict[str, Any]
-) -> None:
-    records = [_comm(size, bus=bus, **case) for size in (MB, 10 * MB)]
-    others = {"loopback", "unknown_link", "link_share"} - {finding}
-    check(answer_all_reduce(Evidence.of(records)), {finding: figures, **dict.fromkeys(others)})
-
-
-@pytest.mark.parametrize("case", [{}, GPU])
-def test_one_rank_tells_nothing(case: dict[str, Any]) -> None:
-    alone = [_comm(size, world_size=1, **case) for size in (MB, 10 * MB)]
-    assert answer_all_reduce(Evidence.of(alone)) == ()
-    both = [*alone, *(_comm(size, bus=4e11, **case) for size in (MB, 10 * MB))]
-    expected = {"bandwidth_by_size": {"world_size": 2}, "bandwidth_by_ranks": None}
-    check(answer_all_reduce(Evidence.of(both)), expected)
-
-
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ({}, "loopback: no line rate, so no theoretical curve"),
-        (UNSHAPED, "no line rate is known, so no theoretical curve"),
-        ({**GPU, "num_hosts": 2}, "no line rate is known, so no theoretical curve"),
-        (LAB, None),
-        (GPU, None),
-        ({**GPU, "world_size": 1}, None),
-    ],
-)
-def test_the_picture_says_why_it_has_no_curve(case: dict[str, Any], text: str | None) -> None:
-    figure = plot_communication([_comm(size, **case) for size in (MB, 10 * MB)])
-    assert [each.get_text() for each in figure.axes[0].texts] == ([] if text is None else [text])
-    labels = [str(line.get_label()) for line in figure.axes[0].lines]
-    assert any(label.endswith("line rate") for label in labels) == (case in (LAB, GPU))
+def test_the_picture_says_why_it_has_no_curve(case: dict[str, Any], texts: list[str]) -> None:
+    axes = plot_communication(_two(**case)).axes[0]
+    assert [each.get_text() for each in axes.texts] == texts
+    has_curve = any(str(line.get_label()).endswith("line rate") for line in axes.lines)
+    assert has_curve == (case in (LAB, GPU))

@@ -7,8 +7,9 @@ import pytest
 
 from paceline.course.answers import profile as answers
 from paceline.records import Metric, Record, find_kind
-from paceline.reports.document.model import Block, Picture
+from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
+from paceline.reports.evidence.profile_runs import subject_of
 from tests.unit.course.profile_cases import (
     EARLY,
     FORWARD,
@@ -20,42 +21,35 @@ from tests.unit.course.profile_cases import (
     profile,
     profile_environment,
 )
-from tests.unit.course.report_cases import check
-from tests.unit.record_factory import step_record
+from tests.unit.course.report_cases import check, make_record
+from tests.unit.record_factory import memory_record, step_record
 
-KERNELS: Ranges = {
-    "forward": {("matmul", "sgemm_128x64"): (0.6, 31, 0), ("other", "kernel"): (0.4, 9, 0)},
-}
-FUSED: Ranges = {
-    "forward": {("matmul", "aten::mm"): (0.6, 15, 1e9), ("attention", "aten::sdpa"): (0.4, 2, 1e9)},
-}
-IN = "longest_operator_in_"
-FLOPS, COUNT, SOFTMAX = "matmul_flops", "weight_matmul_count", "softmax_to_matmuls"
+pytestmark = pytest.mark.usefixtures("no_pictures")
+MIB = 2**20
+LAPTOP, SERVER = profile_environment(), profile_environment("server")
 
 
-@pytest.fixture(autouse=True)
-def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(_figure: Any, name: str, description: str) -> Picture:
-        return Picture(name=name, description=description, svg=b"<svg/>")
-
-    monkeypatch.setattr(answers, "picture_of", nothing)
+def _forward(*operators: tuple[str, str, float, float, float]) -> Ranges:
+    return {"forward": {(work, name): figures for work, name, *figures in operators}}  # type: ignore[misc]
 
 
-def _attention(softmax_s: float, matmul_s: float) -> Ranges:
-    return {
-        "forward": FORWARD,
-        "attention_scores": {("matmul", "aten::bmm"): (matmul_s, 2, 1e9)},
-        "attention_softmax": {("softmax", "aten::_softmax"): (softmax_s, 2, 0)},
-        "attention_values": {("matmul", "aten::bmm"): (matmul_s, 2, 1e9)},
-    }
+def _attention(softmax_s: float, matmul_s: float, **case: Any) -> list[Record]:
+    matmuls = {("matmul", "aten::bmm"): (matmul_s, 2.0, 1e9)}
+    softmax = {("softmax", "aten::_softmax"): (softmax_s, 2.0, 0.0)}
+    inside = {"attention_scores": matmuls, "attention_values": matmuls}
+    return profile({"forward": FORWARD, **inside, "attention_softmax": softmax}, **case)
 
 
 COUNTED = profile(TRAIN, expected={"forward": 2e9, "backward": 4e9})
 WRONG = profile(TRAIN, expected={"forward": 4e9}, num_layers=3)
 # The kernels of a GPU have no FLOPs to count, and a fused attention multiplies inside.
+KERNELS = _forward(("matmul", "sgemm_128x64", 0.6, 31, 0), ("other", "kernel", 0.4, 9, 0))
+FUSED = _forward(("matmul", "aten::mm", 0.6, 15, 1e9), ("attention", "aten::sdpa", 0.4, 2, 1e9))
 GPU = profile(KERNELS, expected={"forward": 2e9})
-UNKNOWN = profile({"forward": {("other", "kernel"): (0.5, 1, 0)}}, expected={"forward": 2e9})
-SLOW, FAST = profile(_attention(0.1, 0.1)), profile(_attention(0.1 / 25.6, 0.1))
+INSIDE = profile(FUSED, expected={"forward": 2e9})
+UNKNOWN = profile(_forward(("other", "kernel", 0.5, 1, 0)), expected={"forward": 2e9})
+IN = "longest_operator_in_"
+FLOPS, COUNT, SOFTMAX = "matmul_flops", "weight_matmul_count", "softmax_to_matmuls"
 
 
 @pytest.mark.parametrize(
@@ -73,94 +67,169 @@ SLOW, FAST = profile(_attention(0.1, 0.1)), profile(_attention(0.1 / 25.6, 0.1))
         (GPU, FLOPS, None),
         (GPU, COUNT, None),
         (GPU, f"{IN}whole_step", None),
-        (profile(FUSED, expected={"forward": 2e9}), f"{IN}forward", {"says": "60%, attention 40%"}),
-        (profile(FUSED, expected={"forward": 2e9}), FLOPS, None),
+        (INSIDE, f"{IN}forward", {"says": "60%, attention 40%"}),
+        (INSIDE, FLOPS, None),
         (UNKNOWN, f"{IN}forward", {"matmul_share": 0}),
         (UNKNOWN, FLOPS, None),
-        (SLOW, SOFTMAX, {"time_ratio": 0.5, "operation_ratio": 25.6, "says": "Fuse it"}),
-        (FAST, SOFTMAX, {"operation_ratio": 1, "says": "for each operation."}),
-        (profile(_attention(0.1, 0.1), head_dim=None), SOFTMAX, None),
-        (profile(_attention(0.1, 0.0)), SOFTMAX, None),
+        (_attention(0.1, 0.1), SOFTMAX, {"time_ratio": 0.5, "operation_ratio": 25.6}),
+        (_attention(0.1, 0.1), SOFTMAX, {"says": "Fuse it"}),
+        (_attention(0.1 / 25.6, 0.1), SOFTMAX, {"operation_ratio": 1, "remedy": ""}),
+        (_attention(0.1, 0.1, head_dim=None), SOFTMAX, None),
+        (_attention(0.1, 0.0), SOFTMAX, None),
     ],
 )
 def test_operators(records: list[Record], name: str, expected: Any) -> None:
-    (block,) = answers.answer_profile(Evidence.of(records))
-    check((block,), {name: expected})
+    (block,) = check(answers.answer_profile, records, {name: expected})
     captions = " ".join(table.caption for table in block.tables)
     assert ("FLOPs" in captions) == any(each.name == FLOPS for each in block.findings)
 
 
-def _stopwatch(seconds: float, machine: str = "laptop", **case: Any) -> Record:
-    record = step_record(**{**MODEL, "hardware": machine, "phase": "forward", **case})
-    return msgspec.structs.replace(
-        record,
-        environment=profile_environment(machine),
-        metrics={**record.metrics, "step_time_s": Metric(value=seconds)},
-    )
-
-
 @pytest.mark.parametrize(
-    ("stopwatch", "expected"),
+    ("seconds", "machine", "case", "expected"),
     [
-        (_stopwatch(0.95), {"traced_step_time_s": 1, "step_time_s": 0.95, "says": "alike (+5%)."}),
-        (_stopwatch(0.5), {"says": ["more (+100%)", "times from the stopwatch"]}),
-        (_stopwatch(2.0), {"says": "less (-50%)"}),
-        (_stopwatch(0.95, device="cuda"), None),
-        (_stopwatch(0.95, hardware="h100"), None),
-        (_stopwatch(0.95, d_model=64), None),
-        (_stopwatch(0.95, compile="whole"), None),
-        (_stopwatch(0.0), None),
-        (_stopwatch(0.95, "server", hardware="laptop"), None),
-        (step_record(outcome="out_of_memory", **{**MODEL, "phase": "forward"}), None),
+        (
+            0.95,
+            "laptop",
+            {},
+            {"traced_step_time_s": 1, "step_time_s": 0.95, "says": "alike (+5%)."},
+        ),
+        (0.5, "laptop", {}, {"says": ["more (+100%)", "times from the stopwatch"]}),
+        (2.0, "laptop", {}, {"says": "less (-50%)"}),
+        (0.95, "laptop", {"device": "cuda"}, None),
+        (0.95, "laptop", {"hardware": "h100"}, None),
+        (0.95, "laptop", {"d_model": 64}, None),
+        (0.95, "laptop", {"compile": "whole"}, None),
+        (0.0, "laptop", {}, None),
+        (0.95, "server", {}, None),
+        (None, "laptop", {}, None),
     ],
 )
 def test_a_trace_is_laid_beside_the_same_step_only(
-    stopwatch: Record, expected: dict[str, Any] | None
+    seconds: float | None, machine: str, case: Any, expected: Any
 ) -> None:
-    records = [*profile({"forward": FORWARD}, step_s=1.0), stopwatch]
-    check(answers.answer_profile(Evidence.of(records)), {"trace_to_stopwatch": expected})
+    metrics = {} if seconds is None else {"step_time_s": Metric(value=seconds)}
+    stopwatch = msgspec.structs.replace(
+        step_record(**{**MODEL, "phase": "forward", **case}),
+        environment=profile_environment(machine),
+        metrics=metrics,
+    )
+    records = [*profile({"forward": FORWARD}), stopwatch]
+    check(answers.answer_profile, records, {"trace_to_stopwatch": expected})
 
 
-OLD: Ranges = {
-    "forward": {("matmul", "aten::old"): (0.6, 1, 0), ("copy", "aten::mul"): (0.4, 1, 0)}
-}
-NEW: Ranges = {
-    "forward": {("matmul", "aten::new"): (0.9, 1, 0), ("copy", "aten::mul"): (0.1, 1, 0)}
-}
+OLD = _forward(("matmul", "aten::old", 0.6, 1, 0), ("copy", "aten::mul", 0.4, 1, 0))
+NEW = _forward(("matmul", "aten::new", 0.9, 1, 0), ("copy", "aten::mul", 0.1, 1, 0))
 
 
 def _operators(block: Block) -> set[str]:
-    return {row[0] for row in block.tables[1].rows}
+    return {row[0] for row in block.tables[1].rows} - {"aten::mul"}
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["in order of time", "the newest first"])
 def test_two_runs_on_one_machine_are_not_mixed(order: int) -> None:
     records = [*profile(OLD, time=EARLY), *profile(NEW, time=LATE)][::order]
     (block,) = answers.answer_profile(Evidence.of(records))
-    assert _operators(block) == {"aten::new" if order == 1 else "aten::old", "aten::mul"}
+    assert _operators(block) == {"aten::new" if order == 1 else "aten::old"}
     (block,) = answers.answer_profile(Evidence(records=tuple(records)))
-    assert _operators(block) == {"aten::new", "aten::mul"}
+    assert _operators(block) == {"aten::new"}
 
 
 def test_two_machines_are_not_mixed() -> None:
     records = [*profile(OLD), *profile(NEW, machine="server", time=LATE)]
     blocks = answers.answer_profile(Evidence(records=tuple(records)))
     assert [block.heading.rpartition("; ")[2] for block in blocks] == ["laptop", "server"]
-    names = [{"aten::old", "aten::mul"}, {"aten::new", "aten::mul"}]
-    assert [_operators(block) for block in blocks] == names
+    assert [_operators(block) for block in blocks] == [{"aten::old"}, {"aten::new"}]
     assert [len(block.environments) for block in blocks] == [1, 1]
     kept = [_operators(block) for block in answers.answer_profile(Evidence.of(records))]
-    assert kept[-1] == names[1]
-    assert all(each in names for each in kept)
+    assert kept[-1] == {"aten::new"}
+    assert all(each in ({"aten::old"}, {"aten::new"}) for each in kept)
 
 
 def test_what_is_no_profile_of_a_step_is_left_out() -> None:
-    named = [
-        msgspec.structs.replace(record, case={**record.case, "subject": "trace.json"})
-        for record in operator_rows(OLD, "", profile_environment())
-    ]
-    assert answers.answer_profile(Evidence.of(named)) == ()
+    check(answers.answer_profile, operator_rows(OLD, "trace.json", LAPTOP), {})
 
 
 def test_a_step_can_be_matched_by_a_memory_timeline() -> None:
     assert find_kind("step").join_key == find_kind("memory_timeline").join_key
+
+
+PARTS = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
+STATES = {"parameters": 10, "optimizer_state": 20}
+HALF, LONG = {"precision": "bfloat16"}, {"context": 512}
+# A profile stamps its records one by one, so they may be a second apart.
+NEXT_SECOND = profile_environment(time=EARLY.replace("00+", "01+", 1))
+
+
+def _memory(**changes: Any) -> list[Record]:
+    """Memory at the peak in MiB by part, with the prediction that a table needs."""
+    parts = {name: changes.pop(name, 0) * MIB for name in PARTS}
+    record = memory_record(**{**MODEL, "phase": "train", **changes})
+    metrics = {f"{name}_at_peak_bytes": Metric(value=size) for name, size in parts.items()}
+    metrics = {**record.metrics, **metrics, "peak_bytes": Metric(value=sum(parts.values()))}
+    record = msgspec.structs.replace(record, environment=LAPTOP, metrics=metrics)
+    case = {"predicts": "memory_timeline", "environment": LAPTOP, **record.case}
+    return [record, make_record("prediction", {"peak_bytes": 1}, **case)]
+
+
+def _allocations(*allocations: tuple[Any, ...]) -> list[Record]:
+    """A step, and the number, size, environment and count of its allocations."""
+    records = _memory(**STATES)
+    for number, size, environment, *count in allocations:
+        case = {"subject": subject_of(records[0]), "number": number, "category": "temporary"}
+        case |= {"operator": f"aten::op{number}", "place": "layers.py", "environment": environment}
+        metrics = {"size_bytes": size, "num_allocations": (*count, 1)[0]}
+        records.append(make_record("allocation", metrics, **case))
+    return records
+
+
+LONGER = [*_memory(**LONG, **STATES, activations=80), *_memory(**STATES, activations=40)]
+SHORTER = [*_memory(**STATES, temporary=9), *_memory(**LONG, **STATES, temporary=1)]
+LOWER = [*_memory(**STATES, activations=90, temporary=20), *_memory(**HALF, **LONG, **STATES)]
+LOWER += _memory(**HALF, **STATES, activations=85)
+PHASES = [*_memory(phase="forward", other=30, **STATES), *_memory(**STATES)]
+PEAK, CONTEXT, PRECISION = "train_peak", "train_peak_by_context", "train_peak_in_bfloat16"
+LARGEST, SERVED = "largest_allocation", (1, MIB, SERVER)
+TOMORROW = (3, MIB, profile_environment(time=LATE))
+
+
+@pytest.mark.parametrize(
+    ("records", "name", "mebibytes", "says"),
+    [
+        (LONGER, PEAK, {"peak": 110, "part": 80}, ["at context 512 in float32", "(73%)"]),
+        (LONGER, CONTEXT, {"first_peak": 70, "last_peak": 110}, "more (+57%)"),
+        (LONGER, CONTEXT, {"first_part": 40, "last_part": 80}, ": activations,"),
+        (SHORTER, CONTEXT, {"last_part": 1}, ["less (-21%)", ": temporary,"]),
+        (LOWER, PRECISION, {"first_peak": 140, "last_peak": 115}, "less (-18%)"),
+        (LOWER, PRECISION, {"first_part": 20}, "largest change: temporary"),
+        (LOWER, CONTEXT, None, ""),
+        (LOWER, LARGEST, None, ""),
+        (PHASES, "forward_peak", {"peak": 60, "part": 30}, "other"),
+        (PHASES, PEAK, {"peak": 30, "part": 20}, "optimizer state"),
+        (_memory(), PEAK, None, ""),
+        # Allocations are those of the same run.
+        (_allocations(SERVED), LARGEST, None, ""),
+        (_allocations(SERVED, (2, 2 * MIB, LAPTOP)), LARGEST, {"size": 2}, ""),
+        (
+            _allocations((2, 9, LAPTOP), TOMORROW),
+            LARGEST,
+            {},
+            "temporary of aten::op2 at layers.py.",
+        ),
+        (_allocations((4, MIB, NEXT_SECOND)), LARGEST, {"size": 1}, "(1 of that size)"),
+        (_allocations((2, MIB, LAPTOP, 3), (1, MIB, LAPTOP), (3, 9, LAPTOP)), LARGEST, {}, "(4 of"),
+        (_allocations((2, 9, LAPTOP, 3), (1, MIB, LAPTOP)), LARGEST, {"size": 1}, "aten::op1"),
+    ],
+)
+def test_memory(records: list[Record], name: str, mebibytes: Any, says: Any) -> None:
+    sizes = {f"{part}_bytes": size * MIB for part, size in (mebibytes or {}).items()}
+    expected = None if mebibytes is None else {**sizes, "says": says}
+    check(answers.answer_memory, records, {name: expected})
+
+
+def test_the_calculated_model() -> None:
+    expected = {
+        "residual_stream": {"first_bytes": 5 * MIB},
+        "peak_by_context": {"first_bytes": 51990 * MIB, "last_bytes": 60110 * MIB},
+        LARGEST: {"scores_bytes": 128 * MIB, "matrix_bytes": 100 * MIB},
+    }
+    check(answers.calculate_memory, [], expected)

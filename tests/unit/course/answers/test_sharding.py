@@ -5,26 +5,19 @@ from typing import Any
 
 import pytest
 
-from paceline.course.answers import sharding
 from paceline.course.answers.sharding import answer_memory, answer_time
 from paceline.records import Record
-from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import check, make_record, no_drawing
+from tests.unit.course.report_cases import STEADY, check, make_record
 
-STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
 def _record(
-    strategy: str,
-    step: float = 1.0,
-    *,
-    spread: Sequence[float] = STEADY,
-    world_size: int = 4,
-    state: float = 2 * GIB,
+    strategy: str, step: float = 1.0, spread: Sequence[float] = STEADY, **options: Any
 ) -> Record:
     """A step whose peaks are 1, 4 and 3 GiB for each of its seconds, and its state as given."""
+    state, world_size = options.get("state", 2 * GIB), options.get("world_size", 4)
     metrics: dict[str, Any] = {
         "step_time_s": [step * factor for factor in spread],
         "optimizer_time_s": [step**2 / 8 * factor for factor in spread],
@@ -46,41 +39,30 @@ def _record(
         (1.8, (1.0, 1.0), "unknown: too few samples, 2"),
     ],
 )
-def test_the_time_of_sharding_is_judged_by_its_samples(
-    step: float, spread: Sequence[float], says: str
-) -> None:
-    pair = [_record("torch_ddp", spread=spread), _record("sharded_optimizer", step, spread=spread)]
-    times = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
-    figures = {**times, "unsharded_step_s": 1.0, "says": ("sharded_optimizer", says)}
+def test_time(step: float, spread: Sequence[float], says: str) -> None:
+    pair = [_record("torch_ddp", 1.0, spread), _record("sharded_optimizer", step, spread)]
+    figures = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
+    figures |= {"unsharded_step_s": 1.0, "says": ("sharded_optimizer", says)}
     expected = {"step_against_unsharded": figures, "sharding_tradeoff": {"world_size": 4}}
-    check(answer_time(Evidence.of(pair)), expected)
-
-
-def test_one_rank_shards_no_work() -> None:
-    pair = [_record(name, world_size=1) for name in ("torch_ddp", "sharded_optimizer")]
-    assert answer_time(Evidence.of(pair)) == ()
+    check(answer_time, pair, expected)
+    one_rank = [_record(name, world_size=1) for name in ("torch_ddp", "sharded_optimizer")]
+    check(answer_time, one_rank, {})
 
 
 @pytest.mark.parametrize(
     ("predicted", "figures"),
     [
-        ({}, None),
-        ({"torch_ddp": 3.9, "sharded": 3.3}, {"predicted_bytes": 3.3 * GIB, "says": "alike (-3%)"}),
-        ({"torch_ddp": 3.9, "sharded": 2.5}, {"peak_bytes": 3.2 * GIB, "says": "more (+28%)"}),
+        ([], None),
+        ([3.9, 3.3], {"predicted_bytes": 3.3 * GIB, "says": ("sharded's", "alike (-3%)")}),
+        ([3.9, 2.5], {"peak_bytes": 3.2 * GIB, "says": "more (+28%)"}),
     ],
 )
-def test_memory_is_told_by_instant_and_held_against_predictions(
-    monkeypatch: pytest.MonkeyPatch,
-    predicted: dict[str, float],
-    figures: dict[str, Any] | None,
-) -> None:
-    monkeypatch.setattr(sharding, "draw_picture", no_drawing)
+@pytest.mark.usefixtures("no_pictures")
+def test_memory(predicted: list[float], figures: Any) -> None:
     records = [_record("torch_ddp"), _record("sharded", 0.8, state=GIB / 2)]
-    for record in records[:2]:
-        peak = predicted.get(str(record.case["strategy"]))
-        metrics = {} if peak is None else {"peak_before_step_bytes": peak * GIB}
+    for record, peak in zip(records[: len(predicted)], predicted, strict=True):
         case = {**record.case, "predicts": "optimizer"}
-        records += [make_record("prediction", metrics, **case)] if metrics else []
+        records.append(make_record("prediction", {"peak_before_step_bytes": peak * GIB}, **case))
     instants = {"after_init_bytes": GIB, "before_step_bytes": 4 * GIB, "after_step_bytes": 3 * GIB}
     sharded = {"before_step_bytes": 3.2 * GIB, "peak_share": 0.8, "state_bytes": GIB / 2}
     expected = {
@@ -88,4 +70,4 @@ def test_memory_is_told_by_instant_and_held_against_predictions(
         "sharded_memory": {**sharded, "unsharded_state_bytes": 2 * GIB},
         "peak_prediction": figures,
     }
-    check(answer_memory(Evidence.of(records)), expected)
+    check(answer_memory, records, expected)

@@ -1,39 +1,27 @@
 """Steps in, findings out: phases and sizes, warm-up, precision, compilation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from paceline.course.answers import block, step
+from paceline.course.answers import step
 from paceline.records import Metric, Record
-from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import check, no_drawing
+from tests.unit.course.report_cases import FEW, check
 from tests.unit.record_factory import step_record
 
-Expected = Mapping[str, Any]
 STEADY = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005)
 SIZES = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-MODEL: dict[str, Any] = {
-    **dict(zip(SIZES, (100, 64, 128, 2, 2, 2, 32), strict=True)),
-    "tied_embeddings": False,
-    "compile": "none",
-    "activation_checkpointing": "none",
-    "float32_matmul_precision": "highest",
-    "optimizer": "adamw",
-    "hardware": "laptop",
-}
-PARAMETERS = 95_040
+MODEL: dict[str, Any] = dict(zip(SIZES, (100, 64, 128, 2, 2, 2, 32), strict=True))
+MODEL |= {"tied_embeddings": False, "compile": "none", "activation_checkpointing": "none"}
+MODEL |= {"float32_matmul_precision": "highest", "optimizer": "adamw", "hardware": "laptop"}
 CUSTOM, LARGE = {"model": "custom"}, {"num_layers": 20, "model": "custom"}
 H100, A100 = {"hardware": "h100-sxm"}, {"hardware": "a100-sxm-80gb"}
 TF32, HALF = {"float32_matmul_precision": "high"}, {"precision": "bfloat16"}
+WHOLE, FULL = {"compile": "whole"}, {"activation_checkpointing": "full", "num_layers": 20}
 LOST = step_record(outcome="out_of_memory", **{**MODEL, **LARGE})
-
-
-@pytest.fixture(autouse=True)
-def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "draw_picture", no_drawing)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def _step(
@@ -57,68 +45,86 @@ def _step(
     return msgspec.structs.replace(record, metrics=metrics)
 
 
-def _without(record: Record, field: str) -> Record:
-    case = {name: value for name, value in record.case.items() if name != field}
-    return msgspec.structs.replace(record, case=case)
-
-
-LONGEST = "backward_takes_longest"
-BACKWARD = "backward_to_forward"
-OPTIMIZER = "optimizer_bandwidth"
-RATE = {"parameter_ratio": 8.79, "first_flops_per_s": 1e9}
+SIZED, HALVED, COMPILED = step.answer_sizes, step.answer_precision, step.answer_compiled_step
+LONGEST, BACKWARD, OPTIMIZER = (
+    "backward_takes_longest",
+    "backward_to_forward",
+    "optimizer_bandwidth",
+)
+SPREAD, RATE, BEYOND = "largest_spread", "rate_by_size", "optimizer_exceeds_memory_bandwidth"
+DTYPES, WHOLE_STEP = "bfloat16_to_float32", "compiled_to_plain_step"
+UNSTEADY = [_step(optimizer_factors=(0.5, 1.0, 2.5)), _step(**LARGE)]
+FASTER = [_step(0.3, 0.4, 0.2, **LARGE, flops_per_s=2e9), _step(**CUSTOM)]
+SLOWER = [_step(**CUSTOM), _step(**LARGE, flops_per_s=5e8)]
+PAIR = [_step(0.2, 0.4), _step(0.1, 0.2, **HALF)]
+NOISY = {"factors": (0.8, 0.9, 1.0, 1.1, 1.2, 1.0)}
+ONE = {"factors": (1.0,)}
+SGD = msgspec.structs.replace(_step(), case={**_step().case, "optimizer": "sgd"})
+# Shapes of one name are not divided by each other.
+NAMESAKES = [_step(1.0, 2.0, **LARGE), _step(**CUSTOM), LOST, _step(0.25, 0.5, **LARGE, **HALF)]
+NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
 
 
 @pytest.mark.parametrize(
-    ("records", "expected"),
+    ("answer", "records", "name", "expected"),
     [
         # Of the step that was measured, not of the sum of its phases.
-        ([_step()], {LONGEST: {"share": 0.4, "step_time_s": 0.5, "forward_time_s": 0.1}}),
-        ([_step(0.3)], {"forward_takes_longest": {"share": 0.3 / 0.7}, LONGEST: None}),
-        ([_step(0.1, 0.244)], {BACKWARD: {"ratio": 2.44, "says": "more (+22%)"}}),
-        ([_step(0.1, 0.219)], {BACKWARD: {"expected_ratio": 2, "says": "alike (+9%)"}}),
-        ([_step(0.1, 0.181)], {BACKWARD: {"says": "alike (-10%)"}}),
-        ([_step(0.1, 0.17)], {BACKWARD: {"says": "less (-15%)"}}),
-        (
-            [_step(0.1, 0.29, activation_checkpointing="full", num_layers=20)],
-            {BACKWARD: {"expected_ratio": 2.994, "says": "alike"}},
-        ),
-        ([_step(factors=(1.0,))], {"spread_unknown": {}, "largest_spread": None}),
+        (SIZED, [_step()], LONGEST, {"share": 0.4, "step_time_s": 0.5, "forward_time_s": 0.1}),
+        (SIZED, [_step(0.3)], "forward_takes_longest", {"share": 0.3 / 0.7}),
+        (SIZED, [_step(0.3)], LONGEST, None),
+        (SIZED, [_step(), LOST], LONGEST, {"says": "Of small's"}),
+        (SIZED, [_step(0.1, 0.244)], BACKWARD, {"ratio": 2.44, "says": "more (+22%)"}),
+        (SIZED, [_step(0.1, 0.219)], BACKWARD, {"expected_ratio": 2, "says": "alike (+9%)"}),
+        (SIZED, [_step(0.1, 0.181)], BACKWARD, {"says": "alike (-10%)"}),
+        (SIZED, [_step(0.1, 0.17)], BACKWARD, {"says": "less (-15%)"}),
+        (SIZED, [_step(0.1, 0.29, **FULL)], BACKWARD, {"expected_ratio": 2.994, "says": "alike"}),
+        (SIZED, [_step(**ONE)], "spread_unknown", {}),
+        (SIZED, [_step(**ONE)], SPREAD, None),
         # The least steady phase of all models.
         (
-            [_step(optimizer_factors=(0.5, 1.0, 2.5)), _step(**LARGE)],
-            {"largest_spread": {"spread_share": 1.041, "says": ["optimizer of small", "more st"]}},
+            SIZED,
+            UNSTEADY,
+            SPREAD,
+            {"spread_share": 1.041, "says": ["optimizer of small", "more st"]},
         ),
-        ([_step()], {"largest_spread": {"spread_share": 0.00707, "says": "step of small."}}),
+        (SIZED, [_step()], SPREAD, {"spread_share": 0.00707, "says": "step of small."}),
+        (SIZED, FASTER, RATE, {"step_time_ratio": 2, "says": ["(+100%)", "larger batch"]}),
+        (SIZED, FASTER, RATE, {"parameter_ratio": 8.79, "first_flops_per_s": 1e9}),
+        (SIZED, SLOWER, RATE, {"says": ["95 k parameters) to custom (835 k", "(-50%)."]}),
+        (SIZED, [_step(), _step(**HALF), _step(**HALF, num_layers=3)], RATE, None),
+        (SIZED, [_step(), LOST], RATE, None),
+        (SIZED, [_step()], OPTIMIZER, {"optimizer_bytes_per_s": 280 * 95_040, "says": "unknown"}),
+        (SIZED, [_step(**H100)], OPTIMIZER, {"memory_bytes_per_s": 3.35e12}),
+        (SIZED, [_step(optimizer=1e-7, **H100)], BEYOND, {"says": "Synchronise"}),
+        (SIZED, [_step(optimizer=1e-7, **H100)], OPTIMIZER, None),
+        (SIZED, [SGD], OPTIMIZER, None),
+        (HALVED, PAIR, DTYPES, {"optimizer_share": 0.2, "float32_optimizer_share": 0.125}),
+        (HALVED, PAIR, DTYPES, {"ratio": 0.5, "says": [": less)", "peaks is unknown"]}),
+        (HALVED, [_step(**A100), _step(**A100, **HALF)], DTYPES, {"peak_ratio": 16}),
+        (HALVED, [_step(**A100), _step(**A100, **HALF)], DTYPES, {"says": ": alike)"}),
+        (HALVED, [_step(**A100, **TF32), _step(**A100, **TF32, **HALF)], DTYPES, {"peak_ratio": 2}),
+        (HALVED, [_step(), _step(0.2, 0.4, **HALF, **ONE)], DTYPES, {"ratio": 2, "says": FEW}),
+        (HALVED, NAMESAKES, DTYPES, {"ratio": 0.25, "says": "835 k"}),
+        (COMPILED, [_step(0.2), _step(**WHOLE)], WHOLE_STEP, {"ratio": 0.8333, "says": ": less)"}),
+        (COMPILED, [_step(0.2), _step(**WHOLE)], WHOLE_STEP, {"forward_ratio": 0.5}),
+        (COMPILED, [_step(), _step(0.2, **WHOLE)], WHOLE_STEP, {"plain_step_time_s": 0.5}),
         (
-            [_step(0.3, 0.4, 0.2, **LARGE, flops_per_s=2e9), _step(**CUSTOM)],
-            {"rate_by_size": {**RATE, "step_time_ratio": 2, "says": ["(+100%)", "larger batch"]}},
+            COMPILED,
+            [_step(), _step(0.2, **WHOLE)],
+            WHOLE_STEP,
+            {"step_time_s": 0.6, "says": ": more)"},
         ),
         (
-            [_step(**CUSTOM), _step(**LARGE, flops_per_s=5e8)],
-            {"rate_by_size": {**RATE, "says": ["95 k parameters) to custom (835 k", "(-50%)."]}},
+            COMPILED,
+            [_step(0.12, **NOISY), _step(**NOISY, **WHOLE)],
+            WHOLE_STEP,
+            {"says": ": alike)"},
         ),
-        ([_step(), _step(**HALF), _step(**HALF, num_layers=3)], {"rate_by_size": None}),
-        ([_step(), LOST], {LONGEST: {"says": "Of small's"}, "rate_by_size": None}),
-        ([_step()], {OPTIMIZER: {"optimizer_bytes_per_s": 280 * PARAMETERS, "says": "unknown"}}),
-        ([_step(**H100)], {OPTIMIZER: {"memory_bytes_per_s": 3.35e12}}),
-        (
-            [_step(optimizer=1e-7, **H100)],
-            {"optimizer_exceeds_memory_bandwidth": {"says": "Synchronise"}, OPTIMIZER: None},
-        ),
-        (
-            [msgspec.structs.replace(_step(), case={**_step().case, "optimizer": "sgd"})],
-            {OPTIMIZER: None},
-        ),
+        (COMPILED, [_step(**ONE), _step(**ONE, **WHOLE)], WHOLE_STEP, {"says": FEW}),
     ],
 )
-def test_sizes(records: list[Record], expected: Expected) -> None:
-    check(step.answer_sizes(Evidence.of(records)), expected)
-
-
-def test_steps_without_times_answer_nothing() -> None:
-    partly = msgspec.structs.replace(_step(), metrics={"step_time_s": Metric(value=1.0)})
-    for record in (_step(0.0), partly, LOST):
-        assert step.answer_sizes(Evidence.of([record])) == ()
+def test_findings(answer: Any, records: list[Record], name: str, expected: Any) -> None:
+    check(answer, records, {name: expected})
 
 
 @pytest.mark.parametrize(
@@ -131,64 +137,21 @@ def test_steps_without_times_answer_nothing() -> None:
         ((3.0,), None),
     ],
 )
-def test_warmup(cold: Sequence[float], first_step: Expected | None) -> None:
-    silent = _without(_step(factors=(9.0, 9.0)), "warmup")
+def test_warmup(cold: Sequence[float], first_step: Any) -> None:
+    silent = _step(factors=(9.0, 9.0))
+    del silent.case["warmup"]
     records = [silent, _step(warmup=5), _step(factors=cold, warmup=0)]
-    blocks = step.answer_warmup(Evidence.of(records))
     warm = {"num_warmup": 5, "mean_s": 0.5, "std_s": 0.003536, "median_s": 0.5}
-    check(blocks, {"first_step": first_step, "step_time_after_warmup": warm})
+    expected = {"first_step": first_step, "step_time_after_warmup": warm}
+    blocks = check(step.answer_warmup, records, expected)
     texts = [each.message for each in blocks[0].findings if "median" in each.message]
     assert ["± unknown" in text for text in texts] == [len(cold) == 1, False]
-    assert step.answer_warmup(Evidence.of(records[:2])) == ()
+    check(step.answer_warmup, records[:2], {})
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        (
-            [_step(0.2, 0.4), _step(0.1, 0.2, **HALF)],
-            {"ratio": 0.5, "optimizer_share": 0.2, "float32_optimizer_share": 0.125},
-        ),
-        ([_step(0.2, 0.4), _step(0.1, 0.2, **HALF)], {"says": [": less)", "peaks is unknown"]}),
-        ([_step(**A100), _step(**A100, **HALF)], {"peak_ratio": 16, "says": ": alike)"}),
-        ([_step(**A100, **TF32), _step(**A100, **TF32, **HALF)], {"peak_ratio": 2}),
-        (
-            [_step(), _step(0.2, 0.4, **HALF, factors=(1.0,))],
-            {"ratio": 2, "says": "(unknown: too few samples, 1)"},
-        ),
-        # Shapes of one name are not divided by each other.
-        (
-            [
-                *(_step(1.0, 2.0, **LARGE), _step(**CUSTOM), LOST),
-                *(_step(0.25, 0.5, **LARGE, **HALF), _step(0.05, 0.1, **CUSTOM, **HALF)),
-            ],
-            {"ratio": 0.25, "says": "835 k"},
-        ),
-    ],
-)
-def test_precision(records: list[Record], expected: Expected) -> None:
-    check(step.answer_precision(Evidence.of(records)), {"bfloat16_to_float32": expected})
-
-
-@pytest.mark.parametrize(
-    ("plain", "compiled", "factors", "expected"),
-    [
-        (0.2, 0.1, STEADY, {"forward_ratio": 0.5, "ratio": 0.8333, "says": ": less)"}),
-        (0.1, 0.2, STEADY, {"step_time_s": 0.6, "plain_step_time_s": 0.5, "says": ": more)"}),
-        (0.12, 0.1, (0.8, 0.9, 1.0, 1.1, 1.2, 1.0), {"says": ": alike)"}),
-        (0.2, 0.1, (1.0,), {"says": "(unknown: too few samples, 1)"}),
-    ],
-)
-def test_compiled_step(
-    plain: float, compiled: float, factors: Sequence[float], expected: Expected
-) -> None:
-    records = [_step(plain, factors=factors), _step(compiled, factors=factors, compile="whole")]
-    blocks = step.answer_compiled_step(Evidence.of(records))
-    check(blocks, {"compiled_to_plain_step": expected})
-    assert blocks[0].pictures
-
-
-def test_without_a_baseline_of_the_same_model_nothing_is_answered() -> None:
-    half, compiled = _step(**LARGE, **HALF), _step(**LARGE, compile="whole")
-    assert step.answer_precision(Evidence.of([_step(**CUSTOM), half])) == ()
-    assert step.answer_compiled_step(Evidence.of([_step(**CUSTOM), compiled])) == ()
+def test_without_times_or_a_baseline_of_the_same_model_nothing_is_answered() -> None:
+    partly = msgspec.structs.replace(_step(), metrics={"step_time_s": Metric(value=1.0)})
+    for record in (_step(0.0), partly, LOST):
+        check(SIZED, [record], {})
+    check(HALVED, [_step(**CUSTOM), _step(**LARGE, **HALF)], {})
+    check(COMPILED, [_step(**CUSTOM), _step(**LARGE, **WHOLE)], {})

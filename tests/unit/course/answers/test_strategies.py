@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.course.answers import block, strategies
 from paceline.course.answers.strategies import (
     answer_flat,
     answer_naive,
@@ -16,235 +15,155 @@ from paceline.course.answers.strategies import (
 )
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import check, make_record, no_drawing
-from tests.unit.record_factory import ENVIRONMENT
+from tests.unit.course.report_cases import (
+    ENVIRONMENT,
+    FEW,
+    GPU,
+    NOISY,
+    ONE,
+    STEADY,
+    check,
+    make_record,
+)
 
-STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
-NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
-ONE = (1.0,)
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 2e9}
-UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}
-GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
-
-
-@pytest.fixture(autouse=True)
-def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block, strategies):
-        monkeypatch.setattr(module, "draw_picture", no_drawing)
-
-
-def _step(
-    strategy: str,
-    bucket_size_mb: float | None = None,
-    *,
-    step: float = 1.0,
-    exposed: float = 0.1,
-    spread: Sequence[float] = STEADY,
-    alone: float | None = 0.5,
-    **case: Any,
-) -> Record:
-    metrics: dict[str, Any] = {
-        "step_time_s": [step * factor for factor in spread],
-        "exposed_communication_s": [exposed * factor for factor in spread],
-        "forward_time_s": step / 4,
-        "backward_time_s": step / 2,
-        "optimizer_time_s": step / 8,
-        "num_messages": 75,
-        "gradient_bytes": 1e8,
-        **({} if alone is None else {"communication_s": alone}),
-    }
-    return _record("ddp", metrics, strategy, bucket_size_mb, **case)
 
 
 def _record(
-    kind: str, metrics: Any, strategy: str, bucket_size_mb: float | None, **case: Any
+    kind: str, metrics: Any, strategy: str, bucket_size_mb: float | None = None, **case: Any
 ) -> Record:
     fields: dict[str, Any] = {"model": "small", "batch": 4, "context": 128, "compile": "none"}
     fields |= {"strategy": strategy, "bucket_size_mb": bucket_size_mb}
     return make_record(kind, metrics, **{**fields, **case})
 
 
-def _prediction(bucket_size_mb: float, metrics: dict[str, float], **case: Any) -> Record:
-    return _record("prediction", metrics, "bucketed", bucket_size_mb, predicts="ddp", **case)
+def _step(
+    strategy: str, size: float | None = None, step: float = 1.0, exposed: float = 0.1, **case: Any
+) -> Record:
+    spread, alone = case.pop("spread", STEADY), case.pop("alone", 0.5)
+    metrics = {"forward_time_s": step / 4, "backward_time_s": step / 2}
+    metrics |= {"optimizer_time_s": step / 8, "num_messages": 75, "gradient_bytes": 1e8}
+    metrics |= {"communication_s": alone, "step_time_s": [step * factor for factor in spread]}
+    metrics |= {"exposed_communication_s": [exposed * factor for factor in spread]}
+    return _record("ddp", metrics, strategy, size, **case)
 
 
-@pytest.mark.parametrize(
-    ("case", "exposed", "finding", "figures"),
-    [
-        ({}, 0.4, "loopback", {"bus_bytes_per_s": 2.5e8}),
-        ({"link_rate_bits_per_s": 2e9}, 0.4, "loopback", {}),
-        ({"num_hosts": 2}, 0.4, "unknown_link", {"bus_bytes_per_s": 2.5e8}),
-        (UNSHAPED, 0.4, "unknown_link", {"says": "a single stream reached 20 Gbit/s"}),
-        ({**GPU, "hardware": "some GPU"}, 0.4, "unknown_link", {}),
-        ({**GPU, "num_hosts": 2}, 0.4, "unknown_link", {}),
-        (GPU, 0.4, "link_share", {"link_bytes_per_s": 4.5e11, "says": "NVLink 4"}),
-        # The link needs 400 ms.
-        (LAB, 0.44, "link_share", {"link_share": 0.909, "says": ("alike (-9%)", "faster link")}),
-        (LAB, 0.60, "link_share", {"link_share": 0.667, "says": ("less", "latency of calls")}),
-        (LAB, 0.20, "link_share", {"link_share": 2.0, "says": ("more", "other than this link")}),
-    ],
-)
-def test_one_message_per_parameter_is_held_against_the_link(
-    case: dict[str, Any], exposed: float, finding: str, figures: dict[str, Any]
-) -> None:
-    others = {"loopback", "unknown_link", "link_share"} - {finding}
-    blocks = answer_naive(Evidence.of([_step("naive", step=2.0, exposed=exposed, **case)]))
-    communication = {"step_s": 2.0, "exposed_s": exposed, "exposed_share": exposed / 2}
-    check(blocks, {finding: figures, **dict.fromkeys(others)})
-    check(blocks, {"exposed_communication": {**communication, "num_messages": 75}})
+def _naive(step: float = 1.0, exposed: float = 0.1, **options: Any) -> Record:
+    return _step("naive", None, step, exposed, **options)
 
 
-@pytest.mark.parametrize(
-    ("step", "spread", "figures"),
-    [
-        (1.2, STEADY, {"ratio": 1.2, "none_step_s": 1.0, "slowdown_s": 0.1, "says": "more"}),
-        (0.9, STEADY, {"ratio": 0.9, "slowdown_s": -0.2, "says": "less"}),
-        (1.02, NOISY, {"ratio": 1.02, "ratio_low": 0.714, "says": "alike"}),
-        (1.2, ONE, {"ratio": 1.2, "says": "unknown: too few samples, 1"}),
-    ],
-)
-@pytest.mark.parametrize(
-    ("answer", "strategy"), [(answer_naive, ("naive",)), (answer_overlap, ("bucketed", 25.0))]
-)
-def test_steps_are_held_against_a_step_without_communication(
-    answer: Any, strategy: Any, step: float, spread: Sequence[float], figures: dict[str, Any]
-) -> None:
-    none = _step("none", exposed=0.0, spread=STEADY[: len(spread)])
-    record = _step(*strategy, step=step, spread=spread)
-    check(answer(Evidence.of([none, record])), {"step_against_none": figures})
-    check(answer(Evidence.of([record])), {"step_against_none": None})
+def _flat(step: float, exposed: float, spread: Sequence[float] = STEADY) -> list[Record]:
+    return [_step("flat", None, step, exposed, spread=spread), _naive(spread=STEADY[: len(spread)])]
 
 
-@pytest.mark.parametrize(
-    ("step", "exposed", "spread", "says"),
-    [
-        (0.95, 0.05, STEADY, "less"),
-        (1.01, 0.12, STEADY, "more"),
-        (0.95, 0.09, NOISY, "alike"),
-        (0.95, 0.05, ONE, "unknown: too few samples, 1"),
-    ],
-)
-def test_one_message_for_all_is_held_against_one_per_parameter(
-    step: float, exposed: float, spread: Sequence[float], says: str
-) -> None:
-    naive = _step("naive", spread=STEADY[: len(spread)])
-    flat = _step("flat", step=step, exposed=exposed, spread=spread)
-    expected = {
-        "flat_step": {"ratio": step, "naive_step_s": 1.0, "flat_step_s": step, "says": says},
-        "flat_exposed_communication": {
-            "ratio": exposed / 0.1,
-            "naive_exposed_s": 0.1,
-            "flat_exposed_s": exposed,
-            "says": says,
-        },
-    }
-    check(answer_flat(Evidence.of([flat, naive])), expected)
+def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
+    """The best one of 25 MiB, and others of 1, 2 and so on."""
+    sizes = [_step("bucketed", size, step, spread=spread) for size, step in enumerate(others, 1)]
+    return [_step("bucketed", 25, spread=STEADY[: len(spread)]), *sizes]
 
 
-@pytest.mark.parametrize(
-    ("rival", "spread", "says"),
-    [(1.02, STEADY, "less"), (0.98, STEADY, "more"), (1.02, NOISY, "alike"), (2.0, ONE, "unknown")],
-)
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "torch_ddp"])
-def test_the_best_bucket_is_held_against_every_strategy(
-    strategy: str, rival: float, spread: Sequence[float], says: str
-) -> None:
-    best = _step("bucketed", 25.0, spread=STEADY[: len(spread)])
-    records = [
-        _step("bucketed", 1.0, step=1.5, spread=STEADY[: len(spread)]),
-        best,
-        _step(strategy, step=rival, exposed=0.3, spread=spread),
+def _predicted(*exposed: float) -> list[Record]:
+    measured = [_step("bucketed", size, exposed=0.0172) for size in range(2)]
+    metrics = [{"exposed_communication_s": seconds} for seconds in exposed]
+    return measured + [
+        _prediction(size, each) for size, each in enumerate(metrics, 2 - len(metrics))
     ]
-    figures = {"ratio": 1 / rival, "rival_step_s": rival, "rival_exposed_s": 0.3, "says": says}
-    check(answer_overlap(Evidence.of(records)), {f"step_against_{strategy}": figures})
 
 
+def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
+    return _record("prediction", metrics, "bucketed", size, predicts="ddp", **case)
+
+
+BUCKET = _step("bucketed", 25)
+NONE = _step("none", exposed=0.0)
+RIVALS = [
+    *(_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)),
+    *(_step("overlapped", None, 1.02, spread=NOISY), _step("torch_ddp", None, 2.0, spread=ONE)),
+]
+NAIVE, FLAT, OVERLAP = answer_naive, answer_flat, answer_overlap
+ALIKE = "; alike: bucketed 1 MiB, bucketed 2 MiB."
+LATER = {"exposed_communication_s": 0.018}
+AGAINST, EXPOSED, ERROR = "step_against_none", "exposed_communication", "prediction_error"
+BEST, LINK, STEP, SENT = "best_bucket", "link_share", "flat_step", "flat_exposed_communication"
+
+
+@pytest.mark.parametrize(
+    ("answer", "records", "name", "expected"),
+    [
+        (NAIVE, [_naive(2.0, 0.4)], EXPOSED, {"step_s": 2, "exposed_s": 0.4, "num_messages": 75}),
+        (NAIVE, [_naive(2.0, 0.4)], EXPOSED, {"exposed_share": 0.2}),
+        (NAIVE, [_naive(2.0, 0.4)], "loopback", {"bus_bytes_per_s": 2.5e8}),
+        # The link needs 400 ms.
+        (NAIVE, [_naive(2.0, 0.44, **LAB)], LINK, {LINK: 0.909, "says": "alike (-9%)"}),
+        (NAIVE, [_naive(2.0, 0.60, **LAB)], LINK, {LINK: 0.667, "says": "latency of calls"}),
+        (NAIVE, [_naive(1.2), NONE], AGAINST, {"ratio": 1.2, "slowdown_s": 0.1, "says": "more"}),
+        (NAIVE, [_naive(0.9), NONE], AGAINST, {"slowdown_s": -0.2, "none_step_s": 1.0}),
+        (NAIVE, [_naive(1.02, spread=NOISY), NONE], AGAINST, {"ratio_low": 0.714, "says": "alike"}),
+        (NAIVE, [_naive(1.2, spread=ONE), NONE], AGAINST, {"ratio": 1.2, "says": FEW}),
+        (NAIVE, [_naive()], AGAINST, None),
+        (FLAT, _flat(0.95, 0.05), STEP, {"naive_step_s": 1, "flat_step_s": 0.95, "says": "less"}),
+        (FLAT, _flat(1.01, 0.12), STEP, {"ratio": 1.01, "says": "more"}),
+        (FLAT, _flat(0.95, 0.05, ONE), STEP, {"ratio": 0.95, "says": FEW}),
+        (FLAT, _flat(0.95, 0.05), SENT, {"naive_exposed_s": 0.1, "flat_exposed_s": 0.05}),
+        (FLAT, _flat(1.01, 0.12), SENT, {"ratio": 1.2, "says": "more"}),
+        (FLAT, _flat(0.95, 0.09, NOISY), SENT, {"ratio": 0.9, "says": "alike"}),
+        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], AGAINST, {"ratio": 1.2}),
+        (OVERLAP, RIVALS, "step_against_naive", {"rival_exposed_s": 0.3, "says": "less"}),
+        (OVERLAP, RIVALS, "step_against_flat", {"ratio": 1 / 0.98, "rival_step_s": 0.98}),
+        (OVERLAP, RIVALS, "step_against_overlapped", {"rival_step_s": 1.02, "says": "alike"}),
+        (OVERLAP, RIVALS, "step_against_torch_ddp", {"ratio": 0.5, "says": FEW}),
+        (OVERLAP, RIVALS, AGAINST, None),
+        (OVERLAP, _buckets(), BEST, {"num_sizes": 1, "says": "1 measured, 1 s."}),
+        (OVERLAP, _buckets(1.1, 1.2), BEST, {"says": ["bucketed 25 MiB has", "3 measured, 1 s."]}),
+        (OVERLAP, _buckets(1.1, 1.2), BEST, {"num_sizes": 3, "step_s": 1}),
+        (OVERLAP, _buckets(1.1, 1.01, spread=NOISY), BEST, {"says": ALIKE}),
+        (OVERLAP, _buckets(1.1, spread=ONE), BEST, {"says": "; unknown: bucketed 1 MiB."}),
+        (OVERLAP, [BUCKET], EXPOSED, {"exposed_s": 0.1, "communication_s": 0.5}),
+        (OVERLAP, [_step("bucketed", 25, alone=None)], EXPOSED, {"says": "takes unknown"}),
+        (OVERLAP, [BUCKET], "loopback", {"world_size": 2}),
+        (OVERLAP, [_step("bucketed", 25, **LAB)], "loopback", None),
+        (OVERLAP, [_step("bucketed", 25, **GPU)], "loopback", None),
+        (OVERLAP, _predicted(0.0066, 0.0172), ERROR, {"num_alike": 1, "predicted_s": 0.0066}),
+        (OVERLAP, _predicted(0.0066, 0.0172), ERROR, {"num_sizes": 2, "error_share": 0.0106}),
+        (OVERLAP, _predicted(0.0188, 0.0157), ERROR, {"num_alike": 2, "measured_s": 0.0172}),
+        (OVERLAP, _predicted(0.0190, 0.0154), ERROR, {"num_alike": 0, "predicted_s": 0.019}),
+        (OVERLAP, _predicted(0.0190, 0.0154), "no_prediction", None),
+        (OVERLAP, [*_predicted(), _prediction(5, LATER)], ERROR, None),
+        (OVERLAP, [*_predicted(), _prediction(5, LATER)], "no_prediction", {"num_sizes": 2}),
+    ],
+)
+@pytest.mark.usefixtures("no_pictures")
+def test_findings(answer: Any, records: list[Record], name: str, expected: Any) -> None:
+    check(answer, records, {name: expected})
+
+
+@pytest.mark.parametrize("answer", [answer_naive, answer_flat, answer_overlap])
+def test_one_rank_and_failures_tell_nothing_of_communication(answer: Any) -> None:
+    names: Any = (("none",), ("naive",), ("flat",), ("bucketed", 25))
+    check(answer, [_step(*name, world_size=1) for name in names], {})
+    check(answer, [_step(*name, world_size=1, **GPU) for name in names], {})
+    check(answer, [_record("ddp", {}, *name, outcome="failed") for name in names], {})
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     # Round by round, each step is 2% shorter; from run to run, a machine changes by more.
     drifting = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
     later = msgspec.structs.replace(ENVIRONMENT, time="2026-01-03T00:00:00+00:00")
-    naive = _step("naive", step=1.0, spread=drifting, **LAB)
-    bucketed = _step("bucketed", 25.0, step=0.98, spread=drifting, **LAB)
-    for other, says in (
-        (naive, "less"),
-        (msgspec.structs.replace(naive, environment=later), "alike"),
-    ):
-        blocks = answer_overlap(Evidence.of([bucketed, other]))
-        check(blocks, {"step_against_naive": {"ratio": 0.98, "says": says}})
+    bucketed = _step("bucketed", 25.0, 0.98, spread=drifting, **LAB)
+    for environment, says in ((ENVIRONMENT, "less"), (later, "alike")):
+        naive = _naive(spread=drifting, environment=environment, **LAB)
+        expected = {"step_against_naive": {"ratio": 0.98, "says": says}}
+        check(answer_overlap, [bucketed, naive], expected)
 
 
-@pytest.mark.parametrize(
-    ("others", "spread", "says"),
-    [
-        ([], STEADY, "1 measured, 1 s."),
-        ([1.1, 1.2], STEADY, "3 measured, 1 s."),
-        ([1.1, 1.01], NOISY, "; alike: bucketed 1 MiB, bucketed 2 MiB."),
-        ([1.1], ONE, "; unknown: bucketed 1 MiB."),
-    ],
-)
-def test_the_best_bucket_is_named_with_those_it_cannot_be_told_from(
-    others: list[float], spread: Sequence[float], says: str
-) -> None:
-    records = [_step("bucketed", 25.0, spread=STEADY[: len(spread)])]
-    records += [
-        _step("bucketed", float(size), step=step, spread=spread)
-        for size, step in enumerate(others, start=1)
-    ]
-    figures = {"num_sizes": len(records), "step_s": 1.0, "says": ("bucketed 25 MiB has", says)}
-    check(answer_overlap(Evidence.of(records)), {"best_bucket": figures})
-
-
-@pytest.mark.parametrize(
-    ("case", "alone", "figures"),
-    [
-        ({}, 0.5, {"exposed_s": 0.1, "communication_s": 0.5}),
-        (GPU, 0.5, {"exposed_s": 0.1, "communication_s": 0.5}),
-        (LAB, None, {"exposed_s": 0.1, "says": "takes unknown"}),
-    ],
-)
-def test_exposed_communication_is_told_and_loopback_named(
-    case: dict[str, Any], alone: float | None, figures: dict[str, Any]
-) -> None:
-    blocks = answer_overlap(Evidence.of([_step("bucketed", 25.0, alone=alone, **case)]))
-    loopback = None if case else {"world_size": 2}
-    check(blocks, {"exposed_communication": figures, "loopback": loopback})
-
-
-@pytest.mark.parametrize(
-    ("predicted", "figures"),
-    [
-        (
-            {1.0: 0.0066, 10.0: 0.0172},
-            {"num_alike": 1, "num_sizes": 2, "predicted_s": 0.0066, "error_share": 0.0106},
-        ),
-        ({1.0: 0.0188, 10.0: 0.0157}, {"num_alike": 2, "measured_s": 0.0172}),
-        ({1.0: 0.0190, 10.0: 0.0154}, {"num_alike": 0, "predicted_s": 0.0190}),
-        ({5.0: 0.0180}, None),
-    ],
-)
-def test_predictions_of_the_exposed_time_are_checked(
-    predicted: dict[float, float], figures: dict[str, Any] | None
-) -> None:
-    records = [_step("bucketed", size, exposed=0.0172) for size in (1.0, 10.0)]
-    records += [
-        _prediction(size, {"exposed_communication_s": seconds})
-        for size, seconds in predicted.items()
-    ]
-    unknown = {"num_sizes": 2} if figures is None else None
-    blocks = answer_overlap(Evidence.of(records))
-    check(blocks, {"prediction_error": figures, "no_prediction": unknown})
-
-
+@pytest.mark.usefixtures("no_pictures")
 def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> None:
     cases = (("bucketed", 0, 0.9, 0.1), ("naive", 0, 0.0, 1.0), ("naive", 1, 0.01, 0.49))
+    names = ("overlapped_communication_s", "exposed_communication_s")
     records = [
-        _record(
-            "timeline",
-            {"overlapped_communication_s": overlapped, "exposed_communication_s": exposed},
-            *(strategy, None),
-            rank=rank,
-        )
-        for strategy, rank, overlapped, exposed in cases
+        _record("timeline", dict(zip(names, times, strict=True)), strategy, rank=rank)
+        for strategy, rank, *times in cases
     ]
     (traced,) = answer_traces(Evidence.of(records))
     assert [
@@ -253,26 +172,11 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
     ] == [("naive", 0.49, pytest.approx(0.02)), ("bucketed", 0.1, pytest.approx(0.9))]
 
 
-@pytest.mark.parametrize("answer", [answer_naive, answer_flat, answer_overlap])
-@pytest.mark.parametrize("case", [{}, GPU])
-def test_one_rank_and_failures_tell_nothing_of_communication(
-    answer: Any, case: dict[str, Any]
-) -> None:
-    names = (("none", None), ("naive", None), ("flat", None), ("bucketed", 25.0))
-    alone = [_step(*name, exposed=0.0, alone=None, world_size=1, **case) for name in names]
-    assert answer(Evidence.of(alone)) == ()
-    failed = [_record("ddp", {}, *name, outcome="failed") for name in names]
-    assert answer(Evidence.of(failed)) == ()
-
-
-FIT = {
-    "exposed_communication_s": 0.01,
-    "gradient_bytes": 1e8,
-    "latency_s": 4e-4,
-    "algorithm_bandwidth_bytes_per_s": 2.5e8,
-}
+FIT = {"exposed_communication_s": 0.01, "gradient_bytes": 1e8, "latency_s": 4e-4}
+FIT |= {"algorithm_bandwidth_bytes_per_s": 2.5e8}
 BALANCED = {"num_buckets": 31.62, "bucket_bytes": 3_162_278, "overhead_s": 0.0253}
 EXAMPLE = {"num_buckets": 63.2, "bucket_bytes": 126_491_106}
+SLOPELESS = {name: FIT[name] for name in FIT if "bandwidth" not in name}
 
 
 @pytest.mark.parametrize(
@@ -284,31 +188,24 @@ EXAMPLE = {"num_buckets": 63.2, "bucket_bytes": 126_491_106}
         (FIT, {"hardware": "another"}, BALANCED, None),
         (FIT | {"latency_s": 0.5}, {"batch": 8}, {"says": "send one bucket"}, None),
         (FIT | {"latency_s": 0.0}, {}, EXAMPLE, None),
-        ({name: FIT[name] for name in FIT if "bandwidth" not in name}, {}, EXAMPLE, None),
+        (SLOPELESS, {}, EXAMPLE, None),
     ],
 )
 def test_the_equation_is_filled_with_what_belongs_together(
-    fit: dict[str, float],
-    without: dict[str, Any],
-    balanced: dict[str, Any],
-    measured: dict[str, Any] | None,
+    fit: dict[str, float], without: Any, balanced: Any, measured: Any
 ) -> None:
     records = [_prediction(25.0, fit, **LAB), _step("none", exposed=0.0, **{**LAB, **without})]
-    blocks = calculate_overhead(Evidence.of(records))
+    expected = {"best_bucket_balanced": balanced, "best_bucket_measured": measured}
+    expected |= {"overhead_equation": {"says": "s/(n w) + n o"}}
+    blocks = check(calculate_overhead, records, expected)
     assert ("an example" in blocks[0].heading) == (balanced is EXAMPLE)
-    check(blocks, {"best_bucket_balanced": balanced, "best_bucket_measured": measured})
-    check(blocks, {"overhead_equation": {"says": "s/(n w) + n o"}})
 
 
-def test_records_of_a_gpu_have_a_block_of_their_own() -> None:
-    blocks = answer_naive(Evidence.of([_step("naive"), _step("naive", **GPU)]))
+def test_each_device_has_a_block_with_its_picture() -> None:
+    blocks = answer_naive(Evidence.of([_naive(), _naive(**GPU)]))
     assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
-
-
-def test_pictures_of_steps_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    pair = Evidence.of([_step("naive"), _step("flat")])
-    for answer, name in ((answer_naive, "naive-0-strategies"), (answer_flat, "flat-0-strategies")):
-        (answered,) = answer(pair)
-        assert [picture.name for picture in answered.pictures] == [name]
-        assert b"</svg>" in answered.pictures[0].svg
+    blocks += answer_flat(Evidence.of(_flat(1.0, 0.1)))
+    pictures = [picture for each in blocks for picture in each.pictures]
+    names = [f"{name}-strategies" for name in ("naive-0", "naive-1", "flat-0")]
+    assert [picture.name for picture in pictures] == names
+    assert all(b"</svg>" in picture.svg for picture in pictures)

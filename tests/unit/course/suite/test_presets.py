@@ -1,6 +1,5 @@
 """A suite's cases ask for the very records by which they are known to have been run."""
 
-import dataclasses
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -8,15 +7,13 @@ from typing import Any
 import pytest
 
 from paceline.accounting import count_parameters
-from paceline.benchmarks.attention.config import AttentionSweep
 from paceline.benchmarks.collectives.config import CollectiveSweep
 from paceline.benchmarks.kernels.config import KernelSweep
 from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
-from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.bench import BenchCommand
 from paceline.cli.main import parse
-from paceline.core import model_preset
+from paceline.core import BatchShape, model_preset
 from paceline.core.units import GB
 from paceline.course.deliverables import DELIVERABLES
 from paceline.course.suite.presets import suite_cases
@@ -29,51 +26,34 @@ RATES = {"200mbit": 2e8, "1gbit": 1e9, "2gbit": 2e9}
 ELSEWHERE = {"num_hosts", "link_rate_bits_per_s"}
 
 
-def _step_fields(case: StepCase) -> dict[str, Any]:
-    return {
-        "model": case.model,
-        "batch": case.batch.num_sequences,
-        "context": case.batch.context_length,
-        "phase": case.phase,
-        "precision": case.precision,
-        "compile": case.compilation,
-        "attention": case.attention,
-        "device": case.device,
-        "warmup": case.warmup,
-        "steps": case.steps,
-    }
+def _fields(case: Any) -> dict[str, Any]:
+    """A case's fields as its records name them."""
+    fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
+    batch, compiled = fields.get("batch"), fields.get("compiled")
+    if isinstance(batch, BatchShape):
+        fields |= {"batch": batch.num_sequences, "context": batch.context_length}
+    fields["compile"] = fields.get("compilation", "whole" if compiled else "none")
+    return fields
 
 
 def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
     """Yields what the records of a command will say, as far as its flags decide it."""
     for case in sweep.cases():
         match sweep:
-            case StepSweep():
-                yield _step_fields(case)
             case DataParallelSweep():
+                ranks = {"rounds": case.step.steps, "world_size": sweep.world_size or 2}
                 for variant in case.variants:
-                    yield {
-                        **_step_fields(case.step),
-                        **dataclasses.asdict(variant),
-                        "rounds": case.step.steps,
-                        "world_size": sweep.world_size or 2,
-                    }
+                    yield {**_fields(case.step), **_fields(variant), **ranks}
             case OptimizerSweep():
-                step = {**_step_fields(case.step), **dataclasses.asdict(case.variant)}
-                yield {**step, "world_size": sweep.world_size}
+                ranks = {"world_size": sweep.world_size}
+                yield {**_fields(case.step), **_fields(case.variant), **ranks}
             case CollectiveSweep():
                 for world_size in sweep.world_sizes or (2,):
-                    common = {"device": sweep.device, "world_size": world_size}
-                    yield {**dataclasses.asdict(case), **common}
-            case AttentionSweep():
-                yield {
-                    **dataclasses.asdict(case),
-                    "batch": case.batch.num_sequences,
-                    "context": case.batch.context_length,
-                    "compile": "whole" if case.compiled else "none",
-                }
+                    yield {**_fields(case), "device": sweep.device, "world_size": world_size}
             case KernelSweep():
                 yield case._asdict()
+            case _:
+                yield _fields(case)
 
 
 def _bench_cases(preset: Any, quick: bool) -> list[SuiteCase]:
@@ -102,12 +82,9 @@ def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) 
         assert case.lab == ("--hosts", "2", "--rate", case.rate)
         links = {"num_hosts": 2, "link_rate_bits_per_s": RATES[case.rate]}
         assert all(links.items() <= expected.items() for expected in case.expected)
-    assert {(name, case.kind) for case in cases for name in case.deliverables} >= {
-        (deliverable.name, part.kind)
-        for deliverable in DELIVERABLES
-        for part in deliverable.parts
-        if part.kind is not None
-    }
+    measured = {(name, case.kind) for case in cases for name in case.deliverables}
+    parts = {(each.name, part.kind) for each in DELIVERABLES for part in each.parts if part.kind}
+    assert measured >= parts
 
 
 @pytest.mark.parametrize(("preset", "quick"), PRESETS[2:])
