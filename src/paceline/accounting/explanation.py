@@ -92,11 +92,10 @@ class Quantity:
     @staticmethod
     def choose(condition: Any, chosen: "Quantity", otherwise: "Quantity") -> "Quantity":
         """Takes one where the condition holds, and the other elsewhere."""
+        shown = chosen if first_number(condition) else otherwise
         result = Quantity(np.where(condition, chosen.value, otherwise.value), "")
         result._binding = min(chosen._binding, otherwise._binding)
-        result._write = lambda numbers: (chosen if first_number(condition) else otherwise)._write(
-            numbers
-        )
+        result._write = shown._write
         return result
 
     def _combine(self, operator: str, other: "Quantity", value: Any, binding: int) -> "Quantity":

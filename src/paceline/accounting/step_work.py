@@ -24,13 +24,13 @@ that are launched, those that only make a view count a third.
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import ModelShape, require_buildable
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
+class Linear(NamedTuple):
     """A matmul of every token with a weight."""
 
     inputs: int
@@ -88,10 +88,7 @@ def _block(shape: ModelShape) -> Iterator[ModelSegment]:
     def segment(*names: str, elements: tuple[int, int], launches: tuple[int, int]) -> ModelSegment:
         return ModelSegment(
             parameter_sizes=tuple(math.prod(matrices[name]) for name in names),
-            linears=tuple(
-                Linear(inputs=columns, outputs=rows)
-                for rows, columns in (matrices[name] for name in names)
-            ),
+            linears=tuple(Linear(*reversed(matrices[name])) for name in names),
             has_attention="output" in names,
             elements=elements,
             launches=launches,
@@ -99,14 +96,10 @@ def _block(shape: ModelShape) -> Iterator[ModelSegment]:
 
     rotated = queries + keys
     yield _norm(width)
-    yield segment(
-        *("query", "key", "value"),
-        elements=(9 * rotated, 12 * rotated + 6 * width),
-        launches=(26, 40),
-    )
-    yield segment(
-        "output", elements=(2 * queries + 3 * width, 4 * queries + 3 * width), launches=(5, 8)
-    )
+    joined = (9 * rotated, 12 * rotated + 6 * width)
+    yield segment("query", "key", "value", elements=joined, launches=(26, 40))
+    added = (2 * queries + 3 * width, 4 * queries + 3 * width)
+    yield segment("output", elements=added, launches=(5, 8))
     yield _norm(width)
     yield segment("gate", "up", elements=(5 * hidden, 9 * hidden + 3 * width), launches=(6, 12))
     yield segment("down", elements=(3 * width, 3 * width), launches=(3, 4))

@@ -73,10 +73,9 @@ def _next_failure(
     while running and (deadline is None or time.monotonic() < deadline):
         for name, process in list(running.items()):
             return_code = process.poll()
-            if return_code is None:
-                continue
-            del running[name]
-            if return_code != 0:
+            if return_code is not None:
+                del running[name]
+            if return_code:
                 return name, exit_code_of(return_code)
         time.sleep(_POLL_INTERVAL_S)
     return None, 0

@@ -84,7 +84,7 @@ class HeldOutPrediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestSummary:
-    """All held_out in a few numbers."""
+    """All held-out predictions in a few numbers."""
 
     num_cases: int
     median_error: float
@@ -104,10 +104,13 @@ def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
             f"measure at least {FEWEST_CASES} beside the one that is predicted"
         )
     rows = np.stack([_grouped(case.terms) / case.measured_s for case in cases])
-    factors = _factors(rows)
+    # One factor per group, so that rows times factors is close to 1.
+    weight = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2
+    matrix = rows.T @ rows + weight * np.eye(rows.shape[1])
+    solved = np.linalg.solve(matrix, rows.sum(axis=0) + weight)
+    factors = np.clip(solved, _LEAST_FACTOR, None)
     # Each case without itself: the leverage of a row tells how much it pulled its own prediction.
-    precision = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2 * np.eye(rows.shape[1])
-    leverage = np.einsum("ij,jk,ik->i", rows, np.linalg.inv(rows.T @ rows + precision), rows)
+    leverage = np.einsum("ij,jk,ik->i", rows, np.linalg.inv(matrix), rows)
     residuals = (rows @ factors - 1) / (1 - leverage)
     errors = np.sort(np.abs(np.log1p(np.clip(residuals, -0.9, None))))
     # One more than the share itself: the case to come is one of them.
@@ -119,11 +122,10 @@ def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
 
 def leave_one_out(cases: Sequence[BacktestCase]) -> list[HeldOutPrediction]:
     """Predicts every case by what all others teach; with too few others, uncorrected."""
-    return [
-        prediction
-        for index, case in enumerate(cases)
-        for prediction in predict_others([case], [*cases[:index], *cases[index + 1 :]])
-    ]
+    predictions = []
+    for index, case in enumerate(cases):
+        predictions += predict_others([case], [*cases[:index], *cases[index + 1 :]])
+    return predictions
 
 
 def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPrediction]:
@@ -171,14 +173,6 @@ def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
         coverage=float(np.mean(covered)) if covered else None,
         median_width=float(np.median(widths)) if widths else None,
     )
-
-
-def _factors(rows: Array) -> Array:
-    """Fits one factor per column so that rows times factors is close to 1."""
-    weight = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2
-    matrix = rows.T @ rows + weight * np.eye(rows.shape[1])
-    target = rows.sum(axis=0) + weight
-    return np.clip(np.linalg.solve(matrix, target), _LEAST_FACTOR, None)
 
 
 def _grouped(terms: Mapping[str, float]) -> Array:

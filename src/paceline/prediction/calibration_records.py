@@ -108,26 +108,21 @@ def _timed(
 
 
 def _fits(records: Sequence[Record]) -> dict[str, CollectiveFit]:
-    by_operation: dict[str, list[Record]] = {}
+    fits: dict[str, CollectiveFit] = {}
     for record in records:
-        by_operation.setdefault(str(record.case["operation"]), []).append(record)
-    return {
-        operation: CollectiveFit(
-            segments=tuple(_segment(record) for record in fits),
-            max_relative_error=fits[0].metrics["max_relative_error"].value,
+        operation = str(record.case["operation"])
+        bandwidth = record.metrics.get("algorithm_bandwidth_bytes_per_s")
+        segment = Segment(
+            smallest_bytes=float(str(record.case["smallest_bytes"])),
+            largest_bytes=float(str(record.case["largest_bytes"])),
+            latency_s=_estimate(record.metrics["latency_s"]),
+            bytes_per_s=None if bandwidth is None else _estimate(bandwidth),
         )
-        for operation, fits in by_operation.items()
-    }
-
-
-def _segment(record: Record) -> Segment:
-    bandwidth = record.metrics.get("algorithm_bandwidth_bytes_per_s")
-    return Segment(
-        smallest_bytes=float(str(record.case["smallest_bytes"])),
-        largest_bytes=float(str(record.case["largest_bytes"])),
-        latency_s=_estimate(record.metrics["latency_s"]),
-        bytes_per_s=None if bandwidth is None else _estimate(bandwidth),
-    )
+        before = fits[operation].segments if operation in fits else ()
+        # Every segment's record holds the error of the whole fit.
+        error = record.metrics["max_relative_error"].value
+        fits[operation] = CollectiveFit(segments=(*before, segment), max_relative_error=error)
+    return fits
 
 
 def _estimate(metric: Metric) -> Estimate:

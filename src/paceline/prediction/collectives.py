@@ -42,28 +42,25 @@ def gradient_collectives(
     cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
     indices = range(len(parameter_sizes) - 1, -1, -1)
     if strategy == "torch_ddp":
-        sizes = [_FLOAT32_BYTES * parameter_sizes[index] for index in indices]
+        num_bytes = [_FLOAT32_BYTES * size for size in parameter_sizes]
         return [
-            GradientCollective(
-                "all_reduce", sum(_FLOAT32_BYTES * parameter_sizes[p] for p in group), group
-            )
-            for group in divide_as_torch(indices, sizes, cap_bytes)
+            GradientCollective("all_reduce", sum(num_bytes[index] for index in group), group)
+            for group in divide_as_torch(indices, num_bytes[::-1], cap_bytes)
         ]
     filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
     if strategy in _PER_PARAMETER:
         cap_bytes = 0.0
     elif strategy != "flat" and cap_bytes is None:
         cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
-    groups = divide_into_buckets(
-        indices, [_FLOAT32_BYTES * filled[index] for index in indices], cap_bytes
-    )
+    num_bytes = [_FLOAT32_BYTES * size for size in filled]
+    groups = divide_into_buckets(indices, num_bytes[::-1], cap_bytes)
     if strategy == "sharded":
         return _reduce_scatters(groups, parameter_sizes, world_size)
     # Behind the gradients, one number per parameter tells whether this rank has one.
     return [
         GradientCollective(
             "all_reduce",
-            _FLOAT32_BYTES * (sum(filled[index] for index in group) + len(group)),
+            sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group),
             group,
         )
         for group in groups

@@ -1,14 +1,14 @@
 """How long a model's forward and backward take on a calibrated machine, segment by segment."""
 
 import dataclasses
+from typing import NamedTuple
 
 from paceline.accounting.step_work import ModelSegment, model_segments
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.prediction.calibration import Calibration, attention_work, linear_work, nearest_times
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SegmentTime:
+class SegmentTime(NamedTuple):
     """Seconds of one segment's forward or backward, by term."""
 
     matmul_s: float
@@ -20,7 +20,7 @@ class SegmentTime:
     @property
     def total_s(self) -> float:
         """All together."""
-        return self.matmul_s + self.attention_s + self.elementwise_s + self.launch_s
+        return sum(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,10 @@ class ComputeTime:
         """Seconds of the backward pass."""
         return sum(time.total_s for time in self.backward)
 
-    def total(self, term: str) -> float:
-        """Returns the seconds of one field of `SegmentTime` over all segments and directions."""
-        return sum(float(getattr(time, term)) for time in (*self.forward, *self.backward))
+    def terms(self) -> dict[str, float]:
+        """Returns the seconds of each field of `SegmentTime` over all segments and directions."""
+        by_term = zip(*self.forward, *self.backward, strict=True)
+        return dict(zip(SegmentTime._fields, map(sum, by_term), strict=True))
 
     def completed_after(self) -> list[int]:
         """Returns after how many segments of backward each parameter's gradient is complete."""
@@ -57,11 +58,8 @@ def compute_time(shape: ModelShape, batch: BatchShape, calibration: Calibration)
     """Returns the time of one forward and backward pass."""
     segments = model_segments(shape)
     times = [_segment_times(segment, shape, batch, calibration) for segment in segments]
-    return ComputeTime(
-        segments=segments,
-        forward=tuple(forward for forward, _ in times),
-        backward=tuple(backward for _, backward in times),
-    )
+    forward, backward = zip(*times, strict=True)
+    return ComputeTime(segments=segments, forward=forward, backward=backward)
 
 
 def _segment_times(
@@ -86,30 +84,16 @@ def _segment_times(
     elements = [tokens * number for number in segment.elements]
     elements[1] += segment.backward_fixed_elements
     one_launch_s = (calibration.forward_launch_s, calibration.backward_launch_s)
-    forward, backward = (
-        _direction(
+    directions = []
+    for direction in (0, 1):
+        device_s = (
             matmul_s[direction],
             attention_s[direction],
             elements[direction] * calibration.elementwise_s_per_element,
-            segment.launches[direction] * one_launch_s[direction],
-            is_asynchronous=calibration.topology["device"] != "cpu",
         )
-        for direction in (0, 1)
-    )
-    return forward, backward
-
-
-def _direction(
-    matmul_s: float,
-    attention_s: float,
-    elementwise_s: float,
-    launch_s: float,
-    *,
-    is_asynchronous: bool,
-) -> SegmentTime:
-    if is_asynchronous:
-        # A GPU runs behind the program and hides launches, as far as it has something to do.
-        launch_s = max(0.0, launch_s - matmul_s - attention_s - elementwise_s)
-    return SegmentTime(
-        matmul_s=matmul_s, attention_s=attention_s, elementwise_s=elementwise_s, launch_s=launch_s
-    )
+        launch_s = segment.launches[direction] * one_launch_s[direction]
+        if calibration.topology["device"] != "cpu":
+            # A GPU runs behind the program and hides launches, as far as it has something to do.
+            launch_s = max(0.0, launch_s - sum(device_s))
+        directions.append(SegmentTime(*device_s, launch_s))
+    return directions[0], directions[1]

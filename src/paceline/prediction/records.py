@@ -47,9 +47,22 @@ def predict_step(
     seconds = dataclasses.asdict(terms)
     if correction is not None:
         step_time = Metric.from_estimate(correction.apply(seconds))
+    topology = {field: value for field, value in calibration.topology.items() if value is not None}
     return Record(
         kind=PREDICTION,
-        case={PREDICTS: _MEASURED, **_case_fields(case, calibration)},
+        case={
+            PREDICTS: _MEASURED,
+            "strategy": case.strategy,
+            "bucket_size_mb": case.bucket_size_mb,
+            **model_case_fields(case.model, case.shape, case.batch),
+            "precision": "float32",
+            "float32_matmul_precision": calibration.float32_matmul_precision,
+            "compile": "none",
+            "activation_checkpointing": "none",
+            "attention": calibration.attention_implementation,
+            "optimizer": "adamw-fused",
+            **topology,
+        },
         environment=environment,
         metrics={STEP: step_time, **{name: Metric(value=value) for name, value in seconds.items()}},
         outcome="ok",
@@ -95,21 +108,6 @@ def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
         for record in measured.values()
     ]
     return f" (the nearest differ in {min(differences, key=len) or 'their links'})"
-
-
-def _case_fields(case: PredictedCase, calibration: Calibration) -> dict[str, CaseValue]:
-    return {
-        "strategy": case.strategy,
-        "bucket_size_mb": case.bucket_size_mb,
-        **model_case_fields(case.model, case.shape, case.batch),
-        "precision": "float32",
-        "float32_matmul_precision": calibration.float32_matmul_precision,
-        "compile": "none",
-        "activation_checkpointing": "none",
-        "attention": calibration.attention_implementation,
-        "optimizer": "adamw-fused",
-        **{field: value for field, value in calibration.topology.items() if value is not None},
-    }
 
 
 def _labels(record: Record) -> dict[str, str]:

@@ -98,10 +98,7 @@ def strategy_step_terms(
         lost_s = sum(lanes.lost_s for lanes in simulated)
         exposed_s += sum(lanes.exposed_s for lanes in simulated)
     return StepTerms(
-        matmul_s=computing.total("matmul_s"),
-        attention_s=computing.total("attention_s"),
-        elementwise_s=computing.total("elementwise_s"),
-        launch_s=computing.total("launch_s"),
+        **computing.terms(),
         bucket_copy_s=bucket_copy_s,
         optimizer_s=optimizer_s,
         contention_s=lost_s,

@@ -36,12 +36,12 @@ def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, 
     variables = os.environ if environment is None else environment
     fields = {}
     for field, variable in _VARIABLES.items():
-        if variable not in variables:
-            continue
+        value = variables.get(variable)
         try:
-            fields[field] = float(variables[variable])
+            if value is not None:
+                fields[field] = float(value)
         except ValueError:
-            raise UsageError(f"{variable} is {variables[variable]!r}; unset it") from None
+            raise UsageError(f"{variable} is {value!r}; unset it") from None
     return fields
 
 

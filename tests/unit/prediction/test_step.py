@@ -30,9 +30,9 @@ def _terms(strategy: StrategyName, **calibration: float) -> StepTerms:
 def test_computing_is_the_sum_of_its_parts() -> None:
     computing = compute_time(SHAPE, BATCH, make_calibration())
     products = BATCH.tokens_per_pass * count_parameters(SHAPE).matmul
-    assert computing.total("matmul_s") == pytest.approx(3 * PRODUCT_S * products)
+    assert computing.terms()["matmul_s"] == pytest.approx(3 * PRODUCT_S * products)
     scores = 4 * BATCH.tokens_per_pass * 128 * 256
-    assert computing.total("attention_s") == pytest.approx(3 * PRODUCT_S * scores)
+    assert computing.terms()["attention_s"] == pytest.approx(3 * PRODUCT_S * scores)
     # The head's gradient is complete after the first piece of backward, the embedding's at its end.
     assert computing.completed_after()[-1] == 1
     assert computing.completed_after()[0] == len(computing.backward)

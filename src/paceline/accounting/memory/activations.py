@@ -38,7 +38,7 @@ size depends on the processor.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paceline.accounting.memory.autograd_tape import Tape
 from paceline.accounting.memory.forward_pass import ForwardPass
@@ -72,8 +72,7 @@ class SavedForBackward:
         return self.activations + self.weight_copies
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationCount:
+class ActivationCount(NamedTuple):
     """What a forward and backward pass hold beside the model's states, in bytes."""
 
     saved: SavedForBackward
@@ -81,8 +80,7 @@ class ActivationCount:
     """The peak until backward has come to the blocks, and the peak from then on."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReduceScatterSize:
+class ReduceScatterSize(NamedTuple):
     """Sizes of one bucket of gradients that is reduce-scattered."""
 
     num_tensors: int
@@ -162,10 +160,10 @@ def count_activations(
     forward = ForwardPass(
         tape, shape, batch, precision, attention, activation_checkpointing == "full"
     )
-    backward = forward.parameters()[::-1]
-    for bucket in buckets:
-        tape.send(backward[: bucket.num_tensors], bucket.num_bytes, bucket.arriving_bytes)
-        backward = backward[bucket.num_tensors :]
+    backward = forward.parameters[::-1]
+    for num_tensors, num_bytes, arriving_bytes in buckets:
+        tape.reduce_scatter(backward[:num_tensors], num_bytes, arriving_bytes)
+        backward = backward[num_tensors:]
     loss = forward.loss()
     saved = SavedForBackward(
         activations=tape.kept_bytes("activation"), weight_copies=tape.kept_bytes("weight_copy")
@@ -173,7 +171,7 @@ def count_activations(
     first_gradient = tape.allocate(loss.buffer.num_bytes)
     # Whoever calls backward holds the loss and its gradient until the end.
     tape.play_back(loss, tape.hold(first_gradient))
-    return ActivationCount(saved=saved, peaks=(tape.peak_before_mark_bytes, tape.peak_bytes))
+    return ActivationCount(saved, (tape.peak_before_mark_bytes, tape.peak_bytes))
 
 
 def _require_countable(precision: Precision) -> None:
@@ -184,14 +182,12 @@ def _require_countable(precision: Precision) -> None:
             f"activations in {min(uncounted)} are not accounted for; use one of "
             f"{', '.join(_COMPUTED)}"
         )
-    is_uniform = precision.parameters == precision.compute
-    if precision.autocast:
-        if precision.parameters != "float32":
-            raise UsageError(
-                f"autocast over {precision.parameters} parameters is not accounted for; "
-                "use float32 parameters, or no autocast"
-            )
-    elif not is_uniform and precision.compute != "tfloat32":
+    if precision.autocast and precision.parameters != "float32":
+        raise UsageError(
+            f"autocast over {precision.parameters} parameters is not accounted for; "
+            "use float32 parameters, or no autocast"
+        )
+    if not precision.autocast and precision.compute not in (precision.parameters, "tfloat32"):
         raise UsageError(
             f"parameters in {precision.parameters} are multiplied in {precision.compute} only "
             "under autocast; set Precision.autocast, or give both the same dtype"

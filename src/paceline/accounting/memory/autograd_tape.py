@@ -14,7 +14,7 @@ counted; copies of parameters in another dtype are, under their own name.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["activation", "weight_copy", "unseen"]
 """unseen is what is kept, but not as a tensor that autograd's hooks see."""
@@ -55,14 +55,13 @@ class ReduceScatterBucket:
     buffer: Buffer | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """What one operation keeps, and what its derivative makes."""
 
-    inputs: tuple[Value, ...]
+    inputs: Sequence[Value]
     output: Value
-    kept: tuple[Buffer, ...]
-    gradient_bytes: tuple[int | None, ...]
+    kept: Sequence[Buffer]
+    gradient_bytes: Sequence[int | None]
     """Of each input's gradient; None where it is the very tensor that the operation was given."""
     working_bytes: int = 0
     """What the derivative needs beside its results."""
@@ -84,17 +83,19 @@ class Tape:
         self.peak_bytes = 0
         self.peak_before_mark_bytes = 0
         """The most until backward came to the mark; the other is the most from then on."""
-        self.recording = True
+        self._recording = True
         self._mark: int | None = None
         self._keeps_gradients = keeps_gradients
         self._live_bytes = 0
         self._operations: list[Operation] = []
-        self._messages: dict[int, ReduceScatterBucket] = {}
+        self._buckets: dict[int, ReduceScatterBucket] = {}
 
-    def send(self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int) -> None:
-        """Lets these parameters' gradients move into one message, gone as soon as it is full."""
-        message = ReduceScatterBucket(num_bytes, len(parameters), arriving_bytes)
-        self._messages |= {id(parameter): message for parameter in parameters}
+    def reduce_scatter(
+        self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int
+    ) -> None:
+        """Lets these parameters' gradients move into one bucket, gone as soon as it is full."""
+        bucket = ReduceScatterBucket(num_bytes, len(parameters), arriving_bytes)
+        self._buckets |= {id(parameter): bucket for parameter in parameters}
 
     def allocate(self, num_bytes: int, kind: Kind = "activation") -> Buffer:
         """Makes a buffer that its maker holds."""
@@ -146,21 +147,18 @@ class Tape:
             output = Value(self.hold(inputs[0].buffer))
         else:
             output = Value(self.allocate(num_bytes, kind))
-        if self.recording:
-            kept = [value.buffer for value in keeps] + [output.buffer] * keeps_output
-            for value in inputs:
-                value.num_uses += 1
-            self._operations.append(
-                Operation(
-                    inputs=tuple(inputs),
-                    output=output,
-                    kept=tuple(self.hold(buffer) for buffer in kept),
-                    gradient_bytes=tuple(gradient_bytes),
-                    working_bytes=working_bytes,
-                    gives_views=gives_views,
-                )
-            )
+        kept = [value.buffer for value in keeps] + [output.buffer] * keeps_output
+        operation = Operation(inputs, output, kept, gradient_bytes, working_bytes, gives_views)
+        if self._recording:
+            self._record(operation)
         return output
+
+    def _record(self, operation: Operation) -> None:
+        for value in operation.inputs:
+            value.num_uses += 1
+        for buffer in operation.kept:
+            self.hold(buffer)
+        self._operations.append(operation)
 
     def set_mark(self) -> None:
         """Divides the tape here: backward is asked for its peaks on both sides."""
@@ -182,20 +180,12 @@ class Tape:
             value: Their input.
             state_bytes: What is kept beside it, of which autograd does not know.
         """
-        self.recording = False
+        self._recording = False
         output = run(value, False)
-        self.recording = True
-        value.num_uses += 1
+        self._recording = True
         state = self.allocate(state_bytes, "unseen")
-        self._operations.append(
-            Operation(
-                inputs=(value,),
-                output=output,
-                kept=(self.hold(value.buffer), state),
-                gradient_bytes=(None,),
-                again=run,
-            )
-        )
+        self._record(Operation([value], output, [value.buffer, state], [None], again=run))
+        self.release(state)
         return output
 
     def play_back(self, output: Value, gradient: Buffer) -> None:
@@ -253,17 +243,17 @@ class Tape:
 
     def _complete(self, parameter: Value, gradient: Buffer) -> None:
         """Moves a parameter's gradient to where it belongs."""
-        message = self._messages.get(id(parameter))
-        if message is None:
+        bucket = self._buckets.get(id(parameter))
+        if bucket is None:
             if not self._keeps_gradients:
                 self.release(gradient)
             return
-        if message.buffer is None:
-            message.buffer = self.allocate(message.num_bytes)
+        if bucket.buffer is None:
+            bucket.buffer = self.allocate(bucket.num_bytes)
         self.release(gradient)
-        message.num_missing -= 1
-        if not message.num_missing:
-            self.release(self.allocate(message.arriving_bytes), message.buffer)
+        bucket.num_missing -= 1
+        if not bucket.num_missing:
+            self.release(self.allocate(bucket.arriving_bytes), bucket.buffer)
 
 
 def _gradient(value: Value) -> Buffer:

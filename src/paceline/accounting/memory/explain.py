@@ -81,82 +81,68 @@ def fit_on_device(plan: StepPlan, world_size: int, device: Device) -> Finding:
     figures = {"peak_bytes": float(peak), "device_memory_bytes": capacity}
     if fewest is not None:
         figures["fewest_ranks"] = fewest
-    message = (
-        f"{to_gibibytes(peak):.1f} of {format_gibibytes(to_gibibytes(capacity), 1)} "
-        f"({device.description})"
-    )
+    capacity_text = format_gibibytes(to_gibibytes(capacity), 1)
+    message = f"{to_gibibytes(peak):.1f} of {capacity_text} ({device.description})"
+    if peak <= capacity:
+        return Finding(name="fits", message=message, figures=figures)
     remedy = f"it fits from {fewest} ranks on"
     if fewest is None:
         remedy = "no number of ranks is enough; try a smaller batch or activation checkpointing"
         if plan.strategy not in SHARDED_PARAMETERS:
             remedy += ", or shard more (fully_sharded is ZeRO-3)"
-    fits = peak <= capacity
-    return Finding(
-        name="fits" if fits else "does_not_fit",
-        message=message,
-        remedy="" if fits else remedy,
-        figures=figures,
-    )
+    return Finding(name="does_not_fit", message=message, remedy=remedy, figures=figures)
 
 
 def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
     """Explains what the fullest rank holds at each instant of a step."""
     steps = []
     values: dict[str, float] = {}
+
+    def add(formula: str, numbers: str, result: str) -> None:
+        steps.append(WorkedLine(formula=formula, numbers=numbers, result=result))
+
     for instant, parts in plan.instants(world_size).items():
         held = dataclasses.asdict(parts)
         values |= {f"{instant}_{name}_bytes": size for name, size in held.items()}
         values[f"{instant}_bytes"] = parts.total
-        steps.append(
-            WorkedLine(
-                formula=f"{instant.replace('_', ' ')} = "
-                + " + ".join(name.replace("_", " ") for name in held),
-                numbers=" + ".join(format_binary_bytes(size) for size in held.values()),
-                result=format_binary_bytes(parts.total),
-            )
+        add(
+            f"{instant} = {' + '.join(held)}".replace("_", " "),
+            " + ".join(map(format_binary_bytes, held.values())),
+            format_binary_bytes(parts.total),
         )
     saved = count_activations(
         plan.shape, plan.batch, plan.checkpointing, plan.precision, plan.attention
     ).saved
     values["saved_activation_bytes"] = saved.activations
     values["saved_weight_copy_bytes"] = saved.weight_copies
-    steps.append(
-        WorkedLine(
-            formula="kept for backward = activations + copies of weights",
-            numbers=" + ".join(map(format_binary_bytes, dataclasses.astuple(saved))),
-            result=format_binary_bytes(saved.total),
-        )
+    add(
+        "kept for backward = activations + copies of weights",
+        " + ".join(map(format_binary_bytes, dataclasses.astuple(saved))),
+        format_binary_bytes(saved.total),
     )
     if device is not None:
         fitting = fit_on_device(plan, world_size, device)
         values |= fitting.figures
         num_ranks = fitting.figures.get("fewest_ranks")
-        steps.append(
-            WorkedLine(
-                formula="ranks = the fewest whose peak fits",
-                numbers=f"{device.description}, "
-                + format_gigabytes(to_gigabytes(device.memory_bytes.value)),
-                result="no number of ranks is enough" if num_ranks is None else f"{num_ranks:.0f}",
-            )
+        capacity = format_gigabytes(to_gigabytes(device.memory_bytes.value))
+        add(
+            "ranks = the fewest whose peak fits",
+            f"{device.description}, {capacity}",
+            "no number of ranks is enough" if num_ranks is None else f"{num_ranks:.0f}",
         )
+    precision: str = plan.precision.parameters
+    if plan.precision.autocast:
+        precision += f" weights, autocast to {plan.precision.compute}"
+    scores = "all" if plan.attention == "naive" else "no"
     return Explanation(
         question=f"Memory of a step under {plan.strategy}, the fullest of {world_size} ranks",
         assumptions=(
             f"{plan.batch.num_sequences} sequences of {plan.batch.context_length} tokens per rank",
-            f"{_describe(plan.precision)}, AdamW, eager, communication that keeps up",
-            f"attention {plan.attention}, "
-            + (
-                "which stores all scores" if plan.attention == "naive" else "which stores no scores"
-            ),
+            f"{precision}, AdamW, eager, communication that keeps up",
+            f"attention {plan.attention}, which stores {scores} scores",
             f"activation checkpointing: {plan.checkpointing}",
             "neither the allocator's fragmentation nor buffers of kernels, driver and NCCL",
         ),
         steps=tuple(steps),
         values=values,
     )
-
-
-def _describe(precision: Precision) -> str:
-    if precision.autocast:
-        return f"{precision.parameters} weights, autocast to {precision.compute}"
-    return precision.parameters

@@ -8,6 +8,7 @@ float32, and every change of dtype is an operation that makes a copy.
 import dataclasses
 
 from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
+from paceline.accounting.memory.model_states import parameter_sizes
 from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import (
     AttentionImplementation,
@@ -51,68 +52,54 @@ class ForwardPass:
         self._runs_again = False
         self._copies: dict[int, Value] = {}
         """What autocast has made of weights, for as long as it lasts; by the parameter."""
-        width = self.shape.d_model
-        sizes = {
-            name: rows * columns for name, (rows, columns) in block_parameters(self.shape).items()
-        }
-        self._blocks = [
-            {name: self._parameter(size) for name, size in sizes.items()}
-            for _ in range(self.shape.num_layers)
+        # Nothing is allocated: weights are there in any case. Only their gradients are counted.
+        self.parameters = [
+            Value(Buffer(size * self._stream), is_parameter=True)
+            for size in parameter_sizes(self.shape)
         ]
-        self._embedding = self._parameter(self.shape.vocab_size * width)
-        self._final_norm = self._parameter(width)
-        self._head = self._embedding
-        if not self.shape.tied_embeddings:
-            self._head = self._parameter(self.shape.vocab_size * width)
-
-    def parameters(self) -> list[Value]:
-        """Returns the model's parameters in its order."""
-        blocks = [weight for block in self._blocks for weight in block.values()]
-        head = [] if self.shape.tied_embeddings else [self._head]
-        return [self._embedding, *blocks, self._final_norm, *head]
+        """The model's parameters in its order."""
 
     def loss(self) -> Value:
         """Writes everything down to the loss, which the caller holds; blocks end at a mark."""
-        x = self._embed()
-        for block in self._blocks:
-
-            def run(stream: Value, again: bool, block: dict[str, Value] = block) -> Value:
-                self._runs_again = again
-                output = self._block(stream, block)
-                self._runs_again = False
-                return output
-
-            if self.recomputes_blocks:
-                # A number of Python's is no tensor to a checkpoint, and stays kept.
-                number = _SCALAR_BYTES * (self.attention == "naive")
-                following = self.tape.checkpoint(run, x, _GENERATOR_STATE_BYTES + number)
-            else:
-                following = run(x, False)
+        parameters = iter(self.parameters)
+        embedding = next(parameters)
+        x = self.tape.operate(
+            [embedding],
+            self._tokens * self.shape.d_model * self._stream,
+            gradient_bytes=[embedding.buffer.num_bytes],
+        )
+        names = block_parameters(self.shape)
+        for _ in range(self.shape.num_layers):
+            block = {name: next(parameters) for name in names}
+            following = self._block_or_checkpoint(x, block)
             self.tape.drop(x)
             x = following
         self.tape.set_mark()
-        normed = self._norm(x, self._final_norm)
-        logits = self._linear(normed, self._head, self.shape.vocab_size)
+        normed = self._norm(x, next(parameters))
+        logits = self._linear(normed, next(parameters, embedding), self.shape.vocab_size)
         self.tape.drop(normed, x)
         loss = self._cross_entropy(logits)
         self.tape.drop(logits)
         self._end_autocast()
         return loss
 
-    def _parameter(self, num_elements: int) -> Value:
-        # Nothing is allocated: weights are there in any case. Only their gradients are counted.
-        return Value(Buffer(num_elements * self._stream), is_parameter=True)
+    def _block_or_checkpoint(self, x: Value, block: dict[str, Value]) -> Value:
+        if not self.recomputes_blocks:
+            return self._block(x, block)
+
+        def run(stream: Value, again: bool) -> Value:
+            self._runs_again = again
+            output = self._block(stream, block)
+            self._runs_again = False
+            return output
+
+        # A number of Python's is no tensor to a checkpoint, and stays kept.
+        number = _SCALAR_BYTES * (self.attention == "naive")
+        return self.tape.checkpoint(run, x, _GENERATOR_STATE_BYTES + number)
 
     def _end_autocast(self) -> None:
         self.tape.drop(*self._copies.values())
         self._copies.clear()
-
-    def _embed(self) -> Value:
-        return self.tape.operate(
-            [self._embedding],
-            self._tokens * self.shape.d_model * self._stream,
-            gradient_bytes=[self._embedding.buffer.num_bytes],
-        )
 
     def _block(self, x: Value, block: dict[str, Value]) -> Value:
         tape = self.tape
@@ -155,13 +142,8 @@ class ForwardPass:
             [mean], rows, keeps_output=True, gradient_bytes=[rows], working_bytes=rows
         )
         tape.drop(mean)
-        unit = tape.operate(
-            [exact, root],
-            full,
-            keeps=[exact, root],
-            gradient_bytes=[full, rows],
-            working_bytes=full,
-        )
+        pair = [exact, root]
+        unit = tape.operate(pair, full, keeps=pair, gradient_bytes=[full, rows], working_bytes=full)
         tape.drop(root)
         scaled = tape.operate(
             [unit, scale],
@@ -228,7 +210,8 @@ class ForwardPass:
         else:
             mixed = self._fused(query, key, value)
         tape.drop(query, key, value)
-        joined = self._joined(mixed)
+        # Heads lie one by one. With one head, or one token per sequence, that is a token's order.
+        joined = self._copied(mixed, shape.num_heads > 1 and self.batch.context_length > 1)
         output = self._linear(joined, block["output"], shape.d_model)
         tape.drop(joined, mixed)
         return output
@@ -249,24 +232,22 @@ class ForwardPass:
 
     def _fused(self, query: Value, key: Value, value: Value) -> Value:
         """Attention that keeps one number per query in place of scores."""
+        inputs = [query, key, value]
         sums = Value(self.tape.allocate(self._tokens * self.shape.num_heads * _FLOAT32_BYTES))
         mixed = self.tape.operate(
-            [query, key, value],
+            inputs,
             query.buffer.num_bytes,
-            keeps=[query, key, value, sums],
+            keeps=[*inputs, sums],
             keeps_output=True,
-            gradient_bytes=[part.buffer.num_bytes for part in (query, key, value)],
+            gradient_bytes=[part.buffer.num_bytes for part in inputs],
         )
         self.tape.drop(sums)
         return mixed
 
-    def _joined(self, mixed: Value) -> Value:
-        """Lays the heads of a token side by side."""
-        # They lie head by head. With one head, or one token per sequence, that is the same order.
-        in_place = self.shape.num_heads == 1 or self.batch.context_length == 1
-        return self.tape.operate(
-            [mixed], None if in_place else mixed.buffer.num_bytes, gradient_bytes=[None]
-        )
+    def _copied(self, value: Value, is_copied: bool) -> Value:
+        """Lays numbers in another order, which may be the one that they are in."""
+        num_bytes = value.buffer.num_bytes if is_copied else None
+        return self.tape.operate([value], num_bytes, gradient_bytes=[None])
 
     def _scored(self, query: Value, key: Value, value: Value) -> Value:
         """Attention that keeps its probabilities, and per layer a mask of a byte per score."""
@@ -290,14 +271,13 @@ class ForwardPass:
         softmax = tape.operate([exact], full, keeps_output=True, gradient_bytes=[full])
         tape.drop(exact)
         probabilities = self._cast(softmax, num_scores, _FLOAT32_BYTES, self._multiplied)
-        # The values lie token by token, and are multiplied head by head.
-        ordered = self._reordered(value)
-        mixed = tape.operate(
-            [probabilities, ordered],
-            widths,
-            keeps=[probabilities, ordered],
-            gradient_bytes=[low, widths],
-        )
+        # The values lie token by token, and are multiplied head by head. Copies of heads are in
+        # order; so is a single head, a single token, or a single sequence.
+        shape, batch = self.shape, self.batch
+        several = 1 not in (shape.num_heads, batch.context_length, batch.num_sequences)
+        ordered = self._copied(value, shape.num_heads == shape.key_value_heads and several)
+        pair = [probabilities, ordered]
+        mixed = tape.operate(pair, widths, keeps=pair, gradient_bytes=[low, widths])
         tape.drop(ordered, probabilities, softmax, hidden, key, value)
         return mixed
 
@@ -309,19 +289,6 @@ class ForwardPass:
             return value
         return self.tape.operate(
             [value], value.buffer.num_bytes * group, gradient_bytes=[value.buffer.num_bytes]
-        )
-
-    def _reordered(self, value: Value) -> Value:
-        grouped = self.shape.num_heads != self.shape.key_value_heads
-        # Copies of heads are in order; so is a single head, a single token, or a single sequence.
-        in_place = (
-            grouped
-            or self.shape.num_heads == 1
-            or self.batch.context_length == 1
-            or self.batch.num_sequences == 1
-        )
-        return self.tape.operate(
-            [value], None if in_place else value.buffer.num_bytes, gradient_bytes=[None]
         )
 
     def _feed_forward(self, x: Value, block: dict[str, Value]) -> Value:

@@ -25,7 +25,7 @@ Ranks differ by what their shards hold; the rank that holds most is reported.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,13 +47,7 @@ from paceline.core.strategies import (
 from paceline.core.units import MIB
 
 _COUNTER_BYTES = 4
-_OWN_BUCKETS: tuple[StrategyName, ...] = (
-    "naive",
-    "flat",
-    "overlapped",
-    "bucketed",
-    "sharded_optimizer",
-)
+_OWN_BUCKETS = ("naive", "flat", "overlapped", "bucketed", "sharded_optimizer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +89,9 @@ def model_state_bytes(
     of_ranks = rank_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
     )
-    fullest = int(np.argmax(of_ranks.parameters + of_ranks.gradients + of_ranks.optimizer_state))
-    return ModelStates(
-        parameters=int(of_ranks.parameters[fullest]),
-        gradients=int(of_ranks.gradients[fullest]),
-        optimizer_state=int(of_ranks.optimizer_state[fullest]),
-    )
+    fullest = np.argmax(of_ranks.parameters + of_ranks.gradients + of_ranks.optimizer_state)
+    by_rank = dataclasses.asdict(of_ranks)
+    return ModelStates(**{name: int(sizes[fullest]) for name, sizes in by_rank.items()})
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,8 +115,7 @@ def rank_state_bytes(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Elements:
+class _Elements(NamedTuple):
     """Numbers that every rank holds, by rank."""
 
     num_parameters: Any
@@ -153,16 +143,10 @@ def _elements_held(
     if strategy in ("torch_zero", "torch_zero_view"):
         loads = [0] * world_size
         owners = assign_largest_first(sizes, loads)
-        return _Elements(
-            num_parameters=whole,
-            num_gradients=whole,
-            num_moments=np.array(loads),
-            num_counters=np.bincount(owners, minlength=world_size),
-        )
+        counters = np.bincount(owners, minlength=world_size)
+        return _Elements(whole, whole, num_moments=np.array(loads), num_counters=counters)
     if strategy not in SHARDED_STATE:
-        return _Elements(
-            num_parameters=whole, num_gradients=gradients, num_moments=whole, num_counters=counters
-        )
+        return _Elements(whole, gradients, num_moments=whole, num_counters=counters)
     element_bytes = bytes_per_element(precision.parameters)
     units = [
         cut_unit(unit, world_size, element_bytes)
@@ -200,16 +184,11 @@ def state_units(
 def _rows(shape: ModelShape, world_size: int) -> _Elements:
     """Divides every parameter by rows, as torch's fully_shard does."""
     ranks = np.arange(world_size)
-    held = owned = np.zeros(world_size, dtype=np.int64)
+    held, owned = np.zeros((2, world_size), dtype=np.int64)
     shapes = parameter_shapes(shape)
     for num_rows, num_columns in shapes:
         chunk = -(-num_rows // world_size)
-        own = np.clip(num_rows - chunk * ranks, 0, chunk)
-        held = held + chunk * num_columns
-        owned = owned + own * num_columns
-    return _Elements(
-        num_parameters=held,
-        num_gradients=held,
-        num_moments=owned,
-        num_counters=np.full(world_size, len(shapes)),
-    )
+        held += chunk * num_columns
+        owned += np.clip(num_rows - chunk * ranks, 0, chunk) * num_columns
+    counters = np.full(world_size, len(shapes))
+    return _Elements(held, held, num_moments=owned, num_counters=counters)

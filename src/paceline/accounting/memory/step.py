@@ -96,27 +96,15 @@ def step_memory(
     tables = shape.max_context_length * shape.head_width * _TABLE_BYTES
     tokens = 2 * batch.tokens_per_pass * _TOKEN_BYTES
     keeps_gradients = strategy not in SHARDED_GRADIENTS and (world_size == 1 or strategy == "none")
-    peaks = count_activations(
-        shape,
-        batch,
-        activation_checkpointing,
-        precision,
-        attention,
-        keeps_gradients,
-        _buckets(shape, precision, strategy, world_size, bucket_size_mb),
-    ).peaks
+    buckets = _buckets(shape, precision, strategy, world_size, bucket_size_mb)
+    options = (activation_checkpointing, precision, attention, keeps_gradients, buckets)
+    peaks = count_activations(shape, batch, *options).peaks
     gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
     peak = max(map(sum, zip(peaks, gathered, strict=True)))
     if keeps_gradients or strategy in SHARDED_PARAMETERS:
         # Gradients come as activations go: at the peak they are in it, or not there yet.
         peak = max(peak - states.gradients, 0)
-    before = MemoryParts(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer_state=states.optimizer_state,
-        buffers=tables + tokens,
-        activations=peak,
-    )
+    before = MemoryParts(**dataclasses.asdict(states), buffers=tables + tokens, activations=peak)
     has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
     return {
         "after_init": dataclasses.replace(
@@ -146,13 +134,8 @@ def _buckets(
     buckets = []
     for unit in units[::-1] if strategy in SHARDED_PARAMETERS else units:
         shard_bytes = cut_unit(unit, world_size, element_bytes).share * element_bytes
-        buckets.append(
-            ReduceScatterSize(
-                num_tensors=len(unit),
-                num_bytes=world_size * shard_bytes,
-                arriving_bytes=(world_size - 1) * shard_bytes,
-            )
-        )
+        arriving_bytes = (world_size - 1) * shard_bytes
+        buckets.append(ReduceScatterSize(len(unit), world_size * shard_bytes, arriving_bytes))
     return tuple(buckets)
 
 

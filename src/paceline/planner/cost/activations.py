@@ -88,30 +88,25 @@ def score_bytes(workload: Workload) -> int:
     return per_score * workload.shape.num_heads * workload.context_length
 
 
-def blocks_in_flight(layouts: Layouts, workload: Workload) -> Any:
-    """Returns how many blocks' activations of one micro-batch the first stage keeps at most."""
-    stages, parts = layouts.pipeline, layouts.pipeline_interleave
-    passes = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
-    most = np.asarray(workload.num_micro_batches) / stages
-    return workload.shape.num_layers * np.minimum(passes, most)
+def blocks_in_flight(layouts: Layouts, workload: Workload) -> tuple[Any, Any]:
+    """Returns how many blocks' activations of one micro-batch two stages keep at most.
 
-
-def last_stage_blocks(layouts: Layouts, workload: Workload) -> Any:
-    """Returns how many blocks' activations of one micro-batch the last stage keeps at most.
-
-    Its own, and with interleaving those of its earlier parts, through which the following
-    micro-batches go before the last part's first backward: (v - 1) p + 1 parts of L / (p v).
+    These are the first stage and the last. The last keeps its own, and with interleaving those of
+    its earlier parts, through which the following micro-batches go before the last part's first
+    backward: (v - 1) p + 1 parts of L / (p v).
     """
     stages, parts = layouts.pipeline, layouts.pipeline_interleave
-    passes = ((parts - 1) * stages + 1) / (stages * parts)
+    first = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
+    last = ((parts - 1) * stages + 1) / (stages * parts)
     most = np.asarray(workload.num_micro_batches) / stages
-    return workload.shape.num_layers * np.minimum(passes, most)
+    num_layers = workload.shape.num_layers
+    return num_layers * np.minimum(first, most), num_layers * np.minimum(last, most)
 
 
 def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:
     """Returns what the first stage keeps for backward when most is in flight."""
     tokens = Quantity(workload.tokens, "tokens") / Quantity(layouts.context, "context")
-    blocks = Quantity(blocks_in_flight(layouts, workload), "blocks in flight")
+    blocks = Quantity(blocks_in_flight(layouts, workload)[0], "blocks in flight")
     return block_bytes_per_token(layouts, workload) * tokens * blocks
 
 

@@ -40,14 +40,13 @@ class MeshSpans:
     @classmethod
     def of(cls, layouts: Layouts, tiers: Tiers) -> "MeshSpans":
         """Places each axis of every layout."""
+        two_stages = np.minimum(layouts.pipeline, 2)
         return cls(
             tensor=tiers.span(layouts.tensor),
             context=tiers.span(layouts.context, layouts.stride("context")),
             shard=tiers.span(layouts.shard, layouts.stride("shard")),
             replicate=tiers.span(layouts.replicate, layouts.stride("replicate")),
-            neighbour_stages=tiers.span(
-                np.minimum(layouts.pipeline, 2), layouts.stride("pipeline")
-            ),
+            neighbour_stages=tiers.span(two_stages, layouts.stride("pipeline")),
         )
 
 

@@ -15,6 +15,8 @@ from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory import LayoutMemory, layout_memory, state_quantities
 from paceline.planner.cost.step_time import Cluster, step_quantities
 
+_NAMED_AXES = ("replicate", "shard", "tensor", "context", "pipeline")
+
 
 def explain_layout(
     layout: ParallelLayout, workload: Workload, cluster: Cluster, *, hidden: float = 1.0
@@ -28,19 +30,15 @@ def explain_layout(
     layouts = Layouts.of([layout])
     memory = layout_memory(layouts, workload)
     terms = step_quantities(layouts, workload, cluster, hidden=hidden)
-    values = {
-        f"{field.name}_bytes": first_number(getattr(memory.states, field.name))
-        for field in dataclasses.fields(memory.states)
-    }
-    values |= {
-        "activations_bytes": first_number(memory.activations),
-        "working_bytes": first_number(memory.working),
-        "peak_bytes": first_number(memory.total),
-    }
+    parts = dataclasses.asdict(memory.states)
+    parts |= {"activations": memory.activations, "working": memory.working, "peak": memory.total}
+    values = {f"{name}_bytes": first_number(part) for name, part in parts.items()}
     values |= {name: first_number(quantity.value) for name, quantity in terms.items()}
     values["step_time_s"] = sum(values[name] for name in terms)
+    sizes = {axis: getattr(layout, axis) for axis in _NAMED_AXES}
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     return Explanation(
-        question=f"Memory and step time of one of {layout.world_size} devices: {_named(layout)}",
+        question=f"Memory and step time of one of {layout.world_size} devices: {axes or 'no axis'}",
         assumptions=_assumptions(layout, workload, cluster, hidden),
         steps=(*_memory_lines(layouts, workload, memory), *_time_lines(layout, terms)),
         values=values,
@@ -78,10 +76,8 @@ def _memory_lines(
     for name, quantity in quantities.items():
         if first_number(quantity.value):
             yield _line(name.replace("_", " "), quantity, format_binary_bytes)
-    recomputed, logits = (
-        format_binary_bytes(first_number(part(layouts, workload)))
-        for part in (recomputed_bytes, logit_bytes)
-    )
+    recomputed = format_binary_bytes(first_number(recomputed_bytes(layouts, workload)))
+    logits = format_binary_bytes(first_number(logit_bytes(layouts, workload)))
     yield WorkedLine(
         formula="working = what the first stage computes again, or the last stage's logits, "
         "as far as they reach above the activations",
@@ -120,12 +116,3 @@ def _sum_line(name: str, parts: Mapping[str, Any], show: Callable[[float], str])
         numbers=" + ".join(map(show, values)),
         result=show(sum(values)),
     )
-
-
-def _named(layout: ParallelLayout) -> str:
-    sizes = {
-        name: getattr(layout, name)
-        for name in ("replicate", "shard", "tensor", "context", "pipeline")
-    }
-    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join(named) or "no axis"

@@ -53,18 +53,12 @@ class Layouts:
         def numbers(field: str) -> Integers:
             return np.array([getattr(layout, field) for layout in layouts], dtype=np.int64)
 
+        checkpointing = [CHECKPOINTING[layout.activation_checkpointing] for layout in layouts]
         return cls(
-            replicate=numbers("replicate"),
-            shard=numbers("shard"),
-            tensor=numbers("tensor"),
-            pipeline=numbers("pipeline"),
-            pipeline_interleave=numbers("pipeline_interleave"),
-            context=numbers("context"),
+            **{field: numbers(field) for field in (*AXES, "pipeline_interleave")},
             stage=np.array([SHARDING_STAGES[layout.sharding] for layout in layouts]),
             sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
-            checkpointing=np.array(
-                [CHECKPOINTING[layout.activation_checkpointing] for layout in layouts]
-            ),
+            checkpointing=np.array(checkpointing),
         )
 
     def stride(self, axis: Axis) -> Any:

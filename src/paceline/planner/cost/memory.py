@@ -29,7 +29,7 @@ from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import count_parameters
 from paceline.planner.cost.activations import (
     block_bytes_per_token,
-    last_stage_blocks,
+    blocks_in_flight,
     layout_activation_bytes,
     logit_bytes,
     recomputed_bytes,
@@ -79,7 +79,8 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
     held = counted.total / layouts.model_devices
     unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
     largest = max(unit, counted.embedding)
-    whole_gradients = ~_gradients_are_divided(layouts, workload)
+    at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
+    sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (layouts.shard > 1) & at_once
     devices = Quantity(layouts.tensor, "tensor") * Quantity(layouts.pipeline, "pipeline")
 
     def owned(size: int, divided: Any) -> Quantity:
@@ -88,12 +89,14 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
 
     away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (layouts.shard > 1)
     gathered = np.minimum((2 * unit + largest) / layouts.tensor, held)
-    copies = np.where(away, 0.0, counted.matmul if _keeps_copies(workload) else 0.0)
+    precision = workload.precision
+    keeps_copies = precision.autocast and precision.compute != precision.parameters
+    copies = np.where(away, 0.0, counted.matmul if keeps_copies else 0.0)
     averaged = layouts.shard * layouts.replicate * layouts.context > 1
     in_flight = np.where(
-        whole_gradients,
-        held if workload.bucket_copies else 0.0,
+        sharded,
         np.minimum(_UNITS_REDUCED * largest / layouts.tensor, held),
+        held if workload.bucket_copies else 0.0,
     )
     compute_bytes = Quantity(workload.compute_bytes, "bytes")
     return {
@@ -104,7 +107,7 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
             "(2 blocks + the larger of block and embedding, at most all) / tensor",
         )
         * compute_bytes,
-        "gradients": owned(workload.gradient_bytes, ~whole_gradients),
+        "gradients": owned(workload.gradient_bytes, sharded),
         "buckets": Quantity(np.where(averaged, in_flight, 0.0), "gradients while they are averaged")
         * Quantity(workload.reduction_bytes, "bytes"),
         "optimizer_state": owned(workload.optimizer_bytes, layouts.stage >= 1),
@@ -122,20 +125,10 @@ def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     first = layout_activation_bytes(layouts, workload)
     per_token = block_bytes_per_token(layouts, workload).value
     tokens = workload.tokens / layouts.context
-    last = per_token * tokens * last_stage_blocks(layouts, workload)
+    last = per_token * tokens * blocks_in_flight(layouts, workload)[1]
     peak = np.maximum(
         first + recomputed_bytes(layouts, workload), last + logit_bytes(layouts, workload)
     )
     return LayoutMemory(
         states=layout_state_bytes(layouts, workload), activations=first, working=peak - first
     )
-
-
-def _gradients_are_divided(layouts: Layouts, workload: Workload) -> Any:
-    at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
-    return (layouts.stage >= SHARDING_STAGES["gradients"]) & (layouts.shard > 1) & at_once
-
-
-def _keeps_copies(workload: Workload) -> bool:
-    precision = workload.precision
-    return precision.autocast and precision.compute != precision.parameters

@@ -30,7 +30,7 @@ a model to compare layouts by: exposed communication is the limit of many bucket
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,8 +98,7 @@ class StepTime:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FlopsPerPass:
+class FlopsPerPass(NamedTuple):
     """Operations of one device in one pass, recomputed ones included."""
 
     layer_matrices: Any
@@ -115,14 +114,14 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
     tokens = workload.tokens / layouts.context / layouts.tensor
     weights = (counted.attention + counted.feed_forward) / shape.num_layers
     full = layouts.checkpointing == CHECKPOINTING["full"]
-    scores = 4 * shape.attention_width * _keys_per_query(workload)
     if workload.attention == "flash":
-        times: Any = np.where(full, 4.5, 3.5)
+        keys_per_query, times = (workload.context_length + 1) / 2, np.where(full, 4.5, 3.5)
     else:
+        keys_per_query = workload.context_length
         times = np.where(layouts.checkpointing == CHECKPOINTING["none"], 3, 4)
     return FlopsPerPass(
         layer_matrices=2 * weights * tokens * np.where(full, 4, 3),
-        layer_attention=scores * tokens * times,
+        layer_attention=4 * shape.attention_width * keys_per_query * tokens * times,
         head=6 * shape.vocab_size * shape.d_model * tokens,
     )
 
@@ -164,9 +163,8 @@ def step_quantities(
     head = Quantity(operations.head, "output layer")
     moved = Quantity(elementwise_bytes(layouts, workload), "bytes per token and layer")
     loss = Quantity(loss_bytes(layouts, workload), "loss")
-    launch = Quantity(num_kernels(layouts, workload), "kernels") * _seconds(
-        cluster.launch_s, "seconds each"
-    )
+    kernels = Quantity(num_kernels(layouts, workload), "kernels")
+    launch = kernels * _seconds(cluster.launch_s, "seconds each")
     tensor = _seconds(tensor_time_s(layouts, workload, spans), "collectives of the tensor axis")
     context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
     handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
@@ -209,12 +207,6 @@ def _seconds(value: Any, name: str) -> Quantity:
 
 def _rate(unit: str) -> Callable[[float], str]:
     return lambda value: format_decimal(value, unit)
-
-
-def _keys_per_query(workload: Workload) -> float:
-    if workload.attention == "naive":
-        return workload.context_length
-    return (workload.context_length + 1) / 2
 
 
 def _exposed(

@@ -84,12 +84,12 @@ class Tiers:
         for tier in self.tiers:
             block = remaining
             if tier.num_devices is not None:
-                block = _block(tier.num_devices, remaining, step)
+                steps, left_over = np.divmod(tier.num_devices, step)
+                block = np.where(left_over == 0, np.gcd(steps, remaining), 1)
             blocks.append(block)
-            latency = np.where(block > 1, np.maximum(latency, tier.latency_s), latency)
-            bytes_per_s = np.where(
-                block > 1, np.minimum(bytes_per_s, tier.bytes_per_s), bytes_per_s
-            )
+            is_spanned = block > 1
+            latency = np.maximum(latency, np.where(is_spanned, tier.latency_s, 0.0))
+            bytes_per_s = np.minimum(bytes_per_s, np.where(is_spanned, tier.bytes_per_s, np.inf))
             remaining, step = remaining // block, step * block
         return Span(
             tiers=self.tiers,
@@ -112,11 +112,6 @@ class Span:
     """Of the slowest tier that a group spans; 0 for a single rank."""
     bytes_per_s: Any
     """Of the slowest tier that a group spans; infinite for a single rank."""
-
-
-def _block(num_devices: int, remaining: Integers, step: Integers) -> Integers:
-    steps, left_over = np.divmod(num_devices, step)
-    return np.where(left_over == 0, np.gcd(steps, remaining), 1)
 
 
 def send_time_s(span: Span, size_bytes: Numbers) -> Any:

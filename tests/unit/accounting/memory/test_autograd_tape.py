@@ -48,7 +48,7 @@ def test_gradients_stay_only_where_they_are_kept() -> None:
 def test_a_message_is_there_from_its_first_gradient_to_its_last() -> None:
     tape = Tape()
     weights = [_parameter(8), _parameter(8)]
-    tape.send(weights, 16, 5)
+    tape.reduce_scatter(weights, 16, 5)
     x = tape.operate([weights[0]], 0, gradient_bytes=[8])
     y = tape.operate([x, weights[1]], 0, gradient_bytes=[0, 8])
     tape.play_back(y, tape.allocate(0))
