@@ -567,7 +567,7 @@ def _refuse(rank: int, _world_size: int) -> None:
     plain = ShardedDataParallel(Layered())
     loss_of(plain(data(0, rank), rank)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with pytest.raises(UsageError, match="no ShardedOptimizer updates these"):
+    with pytest.raises(UsageError, match="no ShardedOptimizer updates the shards"):
         plain(data(1, rank), rank)
     frozen = Layered()
     frozen.second.weight.requires_grad_(False)

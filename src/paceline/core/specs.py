@@ -1,4 +1,4 @@
-"""What is trained: the shape of a model, of a batch, and the number formats.
+"""What is trained: the shape of a model, of a batch, and the dtypes.
 
 All three are frozen, hold plain numbers only, and describe a model of 10^12 parameters
 as well as one of 10^4. They are validated once, when made, so that every function that
