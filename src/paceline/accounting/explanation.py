@@ -52,12 +52,8 @@ class Quantity:
     """A value that knows its formula: what the code computes is what the working shows.
 
     Sums, differences, products and quotients of quantities compute values, numbers as well as
-    arrays, and remember how. The text is made when it is asked for, of an array's first entry.
-
-    Args:
-        value: A number or an array.
-        name: What the formula calls it.
-        show: Formats the first entry.
+    arrays, and remember how. The text is made when it is asked for; `show` formats a number, or an
+    array's first entry.
     """
 
     def __init__(self, value: Any, name: str, show: Callable[[float], str] = format_count) -> None:

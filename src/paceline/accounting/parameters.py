@@ -40,11 +40,7 @@ class ParameterCount:
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Counts the parameters of a shape exactly.
-
-    Args:
-        shape: The model's dimensions.
-    """
+    """Counts the parameters of a model of this `shape` exactly."""
     embedding = shape.vocab_size * shape.d_model
     width, num_matrices = shape.d_model, _FEED_FORWARD_MATRICES[shape.feed_forward]
     attention = shape.num_layers * width * 2 * (shape.attention_width + shape.key_value_width)

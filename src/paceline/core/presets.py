@@ -58,11 +58,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def model_preset(name: str) -> ModelShape:
-    """Returns the named shape; an unknown name is an error that lists the known ones.
-
-    Args:
-        name: One of `preset_names`.
-    """
+    """Returns the shape of that `name`; an unknown one is an error that lists `preset_names`."""
     if name in _PRESETS:
         return _PRESETS[name]
     hint = did_you_mean(name, _PRESETS)

@@ -228,11 +228,7 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def precision_preset(name: str) -> Precision:
-    """Returns the named precision: float32, or bfloat16 or float16 autocast.
-
-    Args:
-        name: float32, bfloat16 or float16.
-    """
+    """Returns the precision of that `name`: float32, or bfloat16 or float16 autocast."""
     if name not in _PRECISIONS:
         raise UsageError(f"unknown precision {name!r}; known: {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]

@@ -31,11 +31,8 @@ def gradient_collectives(
 ) -> list[GradientCollective]:
     """Returns the collectives of a step in float32, in the order of their launch.
 
-    Args:
-        strategy: One that all-reduces or reduce-scatters gradients.
-        parameter_sizes: Elements of each parameter, in the model's order.
-        world_size: Ranks.
-        bucket_size_mb: Largest bucket in MiB; None for the strategy's own default.
+    `parameter_sizes` are elements in the model's order. `bucket_size_mb` is the largest bucket in
+    MiB; None is the strategy's own default.
     """
     if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")

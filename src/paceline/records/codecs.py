@@ -11,21 +11,12 @@ from paceline.core.plan import Plan
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Encodes a plan as one JSON object.
-
-    Args:
-        plan: What to encode.
-    """
+    """Encodes a `plan` as one JSON object."""
     return msgspec.json.encode(plan)
 
 
 def decode_plan(data: bytes, source: str = "plan") -> Plan:
-    """Decodes a plan; every defect is an error that names `source` and the field.
-
-    Args:
-        data: One JSON object.
-        source: What to call it in messages.
-    """
+    """Decodes a plan from `data`; every defect is an error that names `source` and the field."""
     try:
         raw = msgspec.json.decode(data)
         plan = msgspec.convert(raw, Plan)

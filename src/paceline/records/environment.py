@@ -56,9 +56,7 @@ def capture_environment(
 ) -> Environment:
     """Describes this machine and this installation of Paceline.
 
-    Args:
-        devices: Accelerators, as whoever has torch sees them.
-        backends: Collective libraries, likewise.
+    `devices` and `backends` are accelerators and collective libraries, as whoever has torch sees.
     """
     commit, modified = _checkout_state()
     return Environment(

@@ -155,11 +155,7 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of that name; an unknown name is an error.
-
-    Args:
-        name: Such as step, ddp or comm.
-    """
+    """Returns the kind of that `name`, such as step, ddp or comm; an unknown one is an error."""
     if name not in _KINDS:
         known = ", ".join((*_KINDS, PREDICTION))
         raise RecordError(f"kind: unknown record kind {name!r}; known: {known}")

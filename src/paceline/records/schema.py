@@ -65,11 +65,7 @@ class Metric(
 
     @classmethod
     def from_estimate(cls, estimate: Estimate) -> "Metric":
-        """Turns an estimate into a metric with the same interval.
-
-        Args:
-            estimate: A point with an interval, such as a plan has.
-        """
+        """Turns an `estimate`, such as a plan has, into a metric with the same interval."""
         return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
@@ -121,11 +117,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def join_key(record: Record) -> tuple[CaseValue, ...]:
-    """Returns what a prediction and its measurement have in common.
-
-    Args:
-        record: Of either kind.
-    """
+    """Returns what a `record` of a prediction and that of its measurement have in common."""
     kind = record.measured_kind
     fields = (*kind.join_key, *LINK_SHAPE)
     return (kind.name, *(record.case.get(field) for field in fields))

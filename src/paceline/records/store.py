@@ -31,21 +31,13 @@ def decode_record(line: bytes) -> Record:
 
 
 class RecordStore:
-    """Records in a JSON Lines file, which need not exist before the first one.
-
-    Args:
-        path: The file.
-    """
+    """Records in a JSON Lines file at `path`, which need not exist before the first one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
 
     def append(self, record: Record) -> None:
-        """Appends one record durably, or leaves the file as it was.
-
-        Args:
-            record: What to add at the end.
-        """
+        """Appends one `record` durably, or leaves the file as it was."""
         line = msgspec.json.encode(record) + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,11 +81,7 @@ class RecordStore:
 
 
 def latest_per_case(records: Iterable[Record]) -> list[Record]:
-    """Keeps the newest record of each case, in the order of first appearance.
-
-    Args:
-        records: In the order in which they were appended.
-    """
+    """Keeps the last of the `records` of each case, in the order of first appearance."""
     return list({case_key(record): record for record in records}.values())
 
 
@@ -101,9 +89,6 @@ def case_key(record: Record) -> tuple[str, frozenset[tuple[str, CaseValue]]]:
     """Returns what records of the same case have in common, and no others.
 
     The measured rate of a link is part of a case but never twice the same, so it does not count.
-
-    Args:
-        record: Of any kind.
     """
     case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
     return record.kind, case

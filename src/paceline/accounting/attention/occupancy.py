@@ -68,11 +68,7 @@ def blocks_at_once(
 ) -> int:
     """Returns how many blocks of a kernel one multiprocessor runs side by side; 0: it cannot.
 
-    Args:
-        multiprocessor: Where the kernel runs.
-        registers: Registers of one thread.
-        shared_bytes: Shared memory of one block.
-        num_warps: Warps of one block.
+    A thread takes `registers`, a block `shared_bytes` and `num_warps`.
     """
     portion = multiprocessor.registers_per_portion
     registers_per_warp = -(-registers * multiprocessor.warp_size // portion) * portion

@@ -58,9 +58,7 @@ def divide_as_torch(
     tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
 ) -> list[Sequence[Tensor]]:
     """Divides tensors of these bytes into the buckets of torch's DistributedDataParallel."""
-    enough = float(_TORCH_FIRST_BYTES) if cap_bytes is None else cap_bytes
-    if cap_bytes is None:
-        cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
+    enough: float = _TORCH_FIRST_BYTES if cap_bytes is None else cap_bytes
     lengths: list[int] = []
     length = num_bytes = 0
     for size in sizes:
@@ -69,7 +67,7 @@ def divide_as_torch(
         if num_bytes >= enough:
             lengths.append(length)
             length = num_bytes = 0
-            enough = cap_bytes
+            enough = DEFAULT_BUCKET_SIZE_MB * MIB if cap_bytes is None else cap_bytes
     return _cut(tensors, [*lengths, length] if length else lengths)
 
 
@@ -105,11 +103,9 @@ def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = 
 
 
 def assign_largest_first(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Returns who gets each thing; of ranks that have equally much, the first.
+    """Returns the rank that gets each size; of ranks that have equally much, the first.
 
-    Args:
-        sizes: Of the things.
-        loads: What each rank has so far; what it gets is added.
+    `loads` is what each rank has so far; what it gets is added.
     """
     lightest = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(lightest)

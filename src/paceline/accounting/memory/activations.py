@@ -106,9 +106,8 @@ def saved_for_backward_bytes(
         precision: dtypes of weights, gradients, state and arithmetic.
         attention: sdpa if attention is fused, naive if it stores its scores.
     """
-    return count_activations(
-        shape, batch, activation_checkpointing, precision, attention
-    ).saved.total
+    counted = count_activations(shape, batch, activation_checkpointing, precision, attention)
+    return counted.saved.total
 
 
 def peak_activation_bytes(

@@ -27,16 +27,7 @@ _GENERATOR_STATE_BYTES = 5056
 
 @dataclasses.dataclass
 class ForwardPass:
-    """Writes a forward pass onto a tape.
-
-    Args:
-        tape: What to write on.
-        shape: The model.
-        batch: What goes through it.
-        precision: dtypes of weights and of what is multiplied.
-        attention: How attention is computed.
-        recomputes_blocks: Whether blocks keep their inputs only.
-    """
+    """Writes a forward pass onto a tape."""
 
     tape: Tape
     shape: ModelShape
@@ -44,6 +35,7 @@ class ForwardPass:
     precision: Precision
     attention: AttentionImplementation
     recomputes_blocks: bool
+    """Whether blocks keep their inputs only."""
 
     def __post_init__(self) -> None:
         self._tokens = self.batch.tokens_per_pass
