@@ -55,9 +55,10 @@ def account(shape: ModelShape) -> tuple[Explanation, ...]:
     return (_memory(shape), _sharded_memory(shape), _fixed_mesh(shape), _any_mesh(shape))
 
 
-def saved_bytes_per_token(shape: ModelShape) -> int:
-    """Returns what backward needs of one token: the inputs of all matrices."""
-    return _ACTIVATION_BYTES * shape.num_layers * (shape.d_model + shape.d_ff)
+def _states_and_saved(shape: ModelShape) -> tuple[int, int]:
+    """Returns the bytes of the states, and of one token for backward: all matrices' inputs."""
+    saved = _ACTIVATION_BYTES * shape.num_layers * (shape.d_model + shape.d_ff)
+    return _STATE_BYTES * count_parameters(shape).total, saved
 
 
 def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
@@ -70,8 +71,7 @@ def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
 
 def _memory(shape: ModelShape) -> Explanation:
     num_parameters = count_parameters(shape).total
-    states = _STATE_BYTES * num_parameters
-    saved = saved_bytes_per_token(shape)
+    states, saved = _states_and_saved(shape)
     in_gb, in_gib = _num_devices(states, _H100_SIZE)
     return Explanation(
         question="(a) States on one device, and what is saved for backward",
@@ -113,8 +113,7 @@ def _memory(shape: ModelShape) -> Explanation:
 
 
 def _sharded_memory(shape: ModelShape) -> Explanation:
-    states = _STATE_BYTES * count_parameters(shape).total
-    saved = saved_bytes_per_token(shape)
+    states, saved = _states_and_saved(shape)
     in_gb, in_gib = _num_devices(states, _TPU_SIZE)
     capacity = bytes_of_gibibytes(Gibibytes(_TPU_SIZE))
     half = saved * _EXAMPLE_TOKENS / 2
@@ -164,15 +163,9 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
     ]
     values = {"gamma": gamma}
     for communications, phrase in _CONVENTIONS:
+        mesh = {"fsdp": _FSDP, "tensor": _TENSOR, **_AXES}
         batch = float(
-            smallest_batch_tokens(
-                gamma,
-                shape.d_ff,
-                fsdp=_FSDP,
-                tensor=_TENSOR,
-                communications=communications,
-                **_AXES,
-            )
+            smallest_batch_tokens(gamma, shape.d_ff, communications=communications, **mesh)
         )
         values[f"batch_tokens_{communications}"] = batch
         joined = "+" if communications == "add" else "and also"

@@ -63,12 +63,7 @@ def write_report(
 
 
 def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) -> Report:
-    """Answers every deliverable from records: a pure function, which measures nothing.
-
-    Args:
-        records: All of a store.
-        runs: A file of training runs for the scaling-law question; made-up runs by default.
-    """
+    """Answers every deliverable, measuring nothing; without runs, scaling laws by made-up ones."""
     evidence = Evidence.of(records, runs)
     sections = tuple(_section(deliverable, evidence) for deliverable in DELIVERABLES)
     parts = [part for section in sections for part in section.parts]
@@ -101,8 +96,15 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
 
 
 def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
-    attempts = _unsuccessful(deliverable.name, evidence)
-    parts, failures = [], [_describe(each) for each in attempts if not is_partial(each)]
+    # The last attempts to measure it that failed or measured only a part.
+    failures: list[str] = []
+    incomplete: list[str] = []
+    parts = []
+    for attempt in evidence.find(ATTEMPT):
+        names = str(attempt.case["deliverables"]).split(SEPARATOR)
+        if attempt.outcome != "ok" and deliverable.name in names:
+            told = incomplete if is_partial(attempt) else failures
+            told.append(f"{attempt.case['command']}: {attempt.outcome}: {attempt.reason}")
     for part in deliverable.parts:
         try:
             blocks = part.answer(evidence)
@@ -111,20 +113,16 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
             _logger.exception("%s, %s: no answer could be made", deliverable.name, part.title)
             blocks = ()
             failures.append(f"{part.title}: no answer could be made of the records: {error!r}")
+        commands = commands_for(deliverable, part)
         parts.append(
-            AnsweredPart(
-                title=part.title,
-                question=part.question,
-                blocks=blocks,
-                commands=commands_for(deliverable, part),
-            )
+            AnsweredPart(title=part.title, question=part.question, blocks=blocks, commands=commands)
         )
     return Section(
         name=deliverable.name,
         title=deliverable.title,
         parts=tuple(parts),
         failures=tuple(failures),
-        incomplete=tuple(_describe(each) for each in attempts if is_partial(each)),
+        incomplete=tuple(incomplete),
     )
 
 
@@ -138,16 +136,3 @@ def commands_for(deliverable: Deliverable, part: Part) -> tuple[str, ...]:
         if deliverable.name in case.deliverables and case.kind == part.kind
     ]
     return (*on_laptop, _ON_GPUS)
-
-
-def _unsuccessful(name: str, evidence: Evidence) -> list[Record]:
-    """Returns the last attempts to measure a deliverable that failed or measured only a part."""
-    return [
-        record
-        for record in evidence.find(ATTEMPT)
-        if record.outcome != "ok" and name in str(record.case["deliverables"]).split(SEPARATOR)
-    ]
-
-
-def _describe(attempt: Record) -> str:
-    return f"{attempt.case['command']}: {attempt.outcome}: {attempt.reason}"

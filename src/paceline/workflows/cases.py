@@ -109,12 +109,7 @@ class SuiteCase:
         )
 
     def is_answered(self, records: Iterable[Record], here: Environment) -> bool:
-        """Returns whether another run would tell nothing new.
-
-        Args:
-            records: Of a store.
-            here: This machine: what was too large for another may fit.
-        """
+        """Returns whether another run would tell nothing new, on the machine that is here."""
         known = [record for record in records if record.metrics or _was_too_large(record, here)]
         return all(any(self._matches(each, record) for record in known) for each in self.expected)
 

@@ -50,11 +50,7 @@ class Suite:
         return [case for case in self.cases if not case.is_answered(records, here)]
 
     def run(self, say: Say) -> int:
-        """Runs what is missing; returns how many cases failed.
-
-        Args:
-            say: Is told of every case and of the time that is left.
-        """
+        """Runs what is missing, says what and how long it takes, and returns how many failed."""
         missing = self.missing()
         done = len(self.cases) - len(missing)
         if done:

@@ -1,10 +1,13 @@
 """Answers without measurement: sums in low precision, autocast, accounting of a large model."""
 
+from typing import NamedTuple
+
+import numpy as np
+
 from paceline.core.presets import model_preset
 from paceline.core.units import to_gibibytes
 from paceline.course.accounting import account
 from paceline.course.findings.template import make_finding
-from paceline.course.low_precision import AUTOCAST_DTYPES, repeated_sum
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.tables.table import Table
@@ -15,12 +18,42 @@ _SUMS = (
     ("float32", "float16", ""),
     ("float32", "float16", ", cast to float32 first"),
 )
-_EXACT = 10.0
+_TERM, _NUM_TERMS, _EXACT = 0.01, 1000, 10.0
+_AUTOCAST_DTYPES = (
+    ("parameters inside the autocast region", "float32", "float32"),
+    ("output of the first linear layer", "bf16 or fp16", "bf16 or fp16"),
+    ("output of the layer norm", "float32", "bf16 or fp16"),
+    ("logits", "bf16 or fp16", "bf16 or fp16"),
+    ("loss (cross-entropy)", "float32", "float32"),
+    ("gradients of the parameters", "float32", "float32"),
+)
+"""Of a linear layer, a layer norm and a linear layer under autocast: on CUDA, and on a CPU."""
+
+
+class _Sum(NamedTuple):
+    """One term added many times, rounded after every addition."""
+
+    sum_dtype: str
+    term_dtype: str
+    result: float
+    term: float
+    """The term as its dtype represents it."""
+    spacing: float
+    """How far apart the numbers of the sum's dtype are at the result."""
+
+
+def _repeated_sum(sum_dtype: str, term_dtype: str) -> _Sum:
+    """A sum's two errors: of its terms, and of its own numbers, which may be further apart."""
+    term = np.dtype(term_dtype).type(_TERM)
+    total = np.dtype(sum_dtype).type(0)
+    for _ in range(_NUM_TERMS):
+        total = np.dtype(sum_dtype).type(total + term)
+    return _Sum(sum_dtype, term_dtype, float(total), float(term), float(np.spacing(total)))
 
 
 def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
     """Adds 0.01 a thousand times in four ways."""
-    sums = [repeated_sum(sum_dtype=total, term_dtype=term) for total, term, _ in _SUMS]
+    sums = [_repeated_sum(total, term) for total, term, _ in _SUMS]
     worst = max(sums, key=lambda each: abs(each.result - _EXACT))
     represented = sums[2]
     table = Table(
@@ -59,7 +92,7 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
     """Lists what autocast computes in which dtype."""
     table = Table(
         headers=("what", "on CUDA", "on a CPU"),
-        rows=AUTOCAST_DTYPES,
+        rows=_AUTOCAST_DTYPES,
         caption="checked by tests/unit/models/test_mixed_precision.py",
     )
     findings = (

@@ -20,8 +20,6 @@ from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.table import Table
 
-_EXAMPLE = BatchShape(num_sequences=8, context_length=16384)
-_EXAMPLE_HEAD_DIM = 16
 _SIZES = ("head_dim", "context")
 _TIME = {"attention-time": "Time of attention by length"}
 _TIME_AND_MEMORY = {**_TIME, "attention-memory": "Memory of attention by length"}
@@ -37,10 +35,10 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
 
 def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
     """Calculates the memory of one of the configurations that run out."""
-    scores = 4 * _EXAMPLE.num_sequences * _EXAMPLE.context_length**2
+    batch = BatchShape(num_sequences=8, context_length=16384)
+    scores = 4 * batch.num_sequences * batch.context_length**2
     saved, tiled = (
-        attention_saved_bytes(name, _EXAMPLE, _EXAMPLE_HEAD_DIM, 4, causal=False)
-        for name in ("naive", "tiled")
+        attention_saved_bytes(name, batch, 16, 4, causal=False) for name in ("naive", "tiled")
     )
     rows = (
         ("one matrix of scores", "4 B N²", scores),

@@ -16,7 +16,6 @@ Drawing: TypeAlias = tuple[str, Sequence[Record], str, str]
 
 def measured_block(
     group: Sequence[Record],
-    *,
     tables: Iterable[Table],
     drawings: Iterable[Drawing],
     findings: Iterable[Finding],
@@ -56,7 +55,5 @@ def drawn_blocks(
                 (plot, group, f"{name}-{number}-{plot}", description)
                 for plot, description in plots.items()
             )
-            blocks.append(
-                measured_block(group, tables=(table(group),), drawings=drawings, findings=found)
-            )
+            blocks.append(measured_block(group, [table(group)], drawings, found))
     return tuple(blocks)

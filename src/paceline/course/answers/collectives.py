@@ -29,14 +29,10 @@ def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
         )
         fits = _fits(evidence, group)
         description = "Algorithm bandwidth of all-reduce by message size, with the link's rate"
-        blocks.append(
-            measured_block(
-                group,
-                tables=[records_table(each) for each in (ordered, fits) if each],
-                drawings=[("communication", ordered, f"communication-{number}", description)],
-                findings=all_reduce_findings(ordered, fits),
-            )
-        )
+        tables = [records_table(each) for each in (ordered, fits) if each]
+        drawing = ("communication", ordered, f"communication-{number}", description)
+        findings = all_reduce_findings(ordered, fits)
+        blocks.append(measured_block(group, tables, [drawing], findings))
     return tuple(blocks)
 
 

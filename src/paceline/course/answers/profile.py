@@ -101,14 +101,9 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         if allocations:
             tables.append(records_table(allocations))
         description = "Memory over a step, stacked by what it is for"
-        blocks.append(
-            measured_block(
-                group,
-                tables=tables,
-                drawings=[("memory-timeline", drawn, f"memory-timeline-{number}", description)],
-                findings=memory_findings(ordered, allocations),
-            )
-        )
+        drawing = ("memory-timeline", drawn, f"memory-timeline-{number}", description)
+        findings = memory_findings(ordered, allocations)
+        blocks.append(measured_block(group, tables, [drawing], findings))
     return tuple(blocks)
 
 

@@ -10,7 +10,7 @@ from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.plots.scaling import SCALING_PLOTS
 from paceline.reports.tables.scaling import methods_table, waste_table
-from paceline.scaling import Sweep, decide, diagnose, fit, read_sweep, synthetic_sweep
+from paceline.scaling import decide, diagnose, fit, read_sweep, synthetic_sweep
 from paceline.scaling.allocation.decide import Answer, Decision
 from paceline.scaling.surface import EPOCH
 
@@ -30,13 +30,13 @@ def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
 
 @functools.cache
 def _answer(runs: pathlib.Path | None) -> Block:
-    found = fit(_read(runs), num_draws=_NUM_DRAWS)
+    if runs is None:
+        sweep = synthetic_sweep(EPOCH, noise=_NOISE)
+        source = "Runs that are made up, from a known surface with noise"
+    else:
+        sweep, source = read_sweep(runs), f"The runs of {runs.name}"
+    found = fit(sweep, num_draws=_NUM_DRAWS)
     decisions = decide(found, _BUDGETS, level=_LEVEL)
-    source = (
-        "Runs that are made up, from a known surface with noise"
-        if runs is None
-        else f"The runs of {runs.name}"
-    )
     return Block(
         heading=f"{source}: {len(found.sweep)} of them, {len(found.sweep.budgets)} budgets",
         tables=(methods_table(found, decisions, _LEVEL), waste_table(decisions[-1])),
@@ -51,10 +51,6 @@ def _answer(runs: pathlib.Path | None) -> Block:
             *diagnose(found, _BUDGETS, _LEVEL),
         ),
     )
-
-
-def _read(runs: pathlib.Path | None) -> Sweep:
-    return synthetic_sweep(EPOCH, noise=_NOISE) if runs is None else read_sweep(runs)
 
 
 def _by(decision: Decision, method: str) -> Answer | None:

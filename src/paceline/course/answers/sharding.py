@@ -35,15 +35,10 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         joined = with_predictions(group, predictions)
         measured = [record for record in joined if record.metrics]
         description = "Memory of a step by what it holds, measured and predicted"
-        drawn = [*measured, *predictions]
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(joined), records_table(joined, "memory")),
-                drawings=[("optimizer-memory", drawn, f"optimizer-memory-{number}", description)],
-                findings=memory_findings(measured),
-            )
-        )
+        drawn, name = [*measured, *predictions], "optimizer-memory"
+        tables = (records_table(joined), records_table(joined, "memory"))
+        drawings = [(name, drawn, f"{name}-{number}", description)]
+        blocks.append(measured_block(group, tables, drawings, memory_findings(measured)))
     return tuple(blocks)
 
 

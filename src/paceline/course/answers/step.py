@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 
 from paceline.course.answers.block import drawn_blocks
-from paceline.course.findings.step import PHASES, size_findings, warmup_findings
-from paceline.course.findings.step_comparisons import compile_findings, precision_findings
+from paceline.course.findings.step import (
+    PHASES,
+    compile_findings,
+    precision_findings,
+    size_findings,
+    warmup_findings,
+)
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.reports.document.model import Block

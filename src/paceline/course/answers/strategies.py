@@ -69,17 +69,12 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
         sizes = {record.case["bucket_size_mb"] for record in shown}
         if len(sizes - {None, "auto"}) > 1:
             plots["bucket-size"] = [*shown, *predictions]
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(shown),),
-                drawings=[
-                    (plot, drawn, f"{plot}-{number}", (_PHASES | _SIZES)[plot])
-                    for plot, drawn in plots.items()
-                ],
-                findings=overlap_findings(shown, predictions),
-            )
-        )
+        drawings = [
+            (plot, drawn, f"{plot}-{number}", (_PHASES | _SIZES)[plot])
+            for plot, drawn in plots.items()
+        ]
+        findings = overlap_findings(shown, predictions)
+        blocks.append(measured_block(group, [records_table(shown)], drawings, findings))
     return tuple(blocks)
 
 
@@ -111,15 +106,9 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
             for record in sorted(measured, key=exposed_seconds, reverse=True)
         }
         description = "Computing and communication of every rank in one step, by strategy"
-        drawn = [*measured, *predictions]
-        blocks.append(
-            measured_block(
-                group,
-                tables=(records_table(measured),),
-                drawings=[("timelines", drawn, f"timelines-{number}", description)],
-                findings=trace_findings(waits_least),
-            )
-        )
+        drawing = ("timelines", [*measured, *predictions], f"timelines-{number}", description)
+        findings = trace_findings(waits_least)
+        blocks.append(measured_block(group, [records_table(measured)], [drawing], findings))
     return tuple(blocks)
 
 

@@ -18,11 +18,7 @@ _QUADRATIC = 1.5
 
 
 def naive_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how time and memory of attention that stores its scores grow.
-
-    Args:
-        records: By head dim and length, those that did not run among them.
-    """
+    """Yields how attention that stores its scores grows, from records by head dim and length."""
     by_head_dim: dict[float, list[Record]] = {}
     for record in records:
         if record.metrics:
@@ -98,11 +94,7 @@ def _missing(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what compiling gains at the longest length, and over all.
-
-    Args:
-        records: Attention that differs in compilation, head dim and length alone.
-    """
+    """Yields what compiling gains at the longest length, and over all."""
     pairs = pairs_with_base(sorted(records, key=_size), "compile", "none", _size)
     if not pairs:
         return

@@ -15,12 +15,7 @@ _SAME_SIZE = 0.01
 
 
 def all_reduce_findings(records: Sequence[Record], fits: Sequence[Record]) -> list[Finding]:
-    """Tells how throughput depends on size and ranks, and what bounds it.
-
-    Args:
-        records: All-reduces in order of their size.
-        fits: Latency and bandwidth fitted to such records.
-    """
+    """Tells how throughput depends on size and ranks, and what bounds it; records are by size."""
     curves = _curves([record for record in records if record.metrics and _bus(record) > 0])
     if not curves:
         return []

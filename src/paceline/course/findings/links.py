@@ -16,13 +16,7 @@ _MEANING = {
 
 
 def link_finding(record: Record, num_bytes: float, seconds: float) -> Finding:
-    """Holds the bus bandwidth of all-reduces against the link's rate.
-
-    Args:
-        record: Whose case says over what they went.
-        num_bytes: What was reduced.
-        seconds: How long that took.
-    """
+    """Holds the bus bandwidth of all-reduces, so many bytes in so long, against the link's rate."""
     bus = float(bus_factor("all_reduce", case_number(record, "world_size"))) * num_bytes / seconds
     size = format_decimal(num_bytes, "B")
     link = find_link(record.case)

@@ -19,12 +19,7 @@ _NUM_OTHERS = 2
 
 
 def operator_findings(run: ProfileRun, stopwatch: Sequence[Record]) -> list[Finding]:
-    """Returns what one run tells of its step.
-
-    Args:
-        run: The traced step.
-        stopwatch: Steps that were timed from outside, of any case and machine.
-    """
+    """Returns what a traced step tells, beside steps of any case that a stopwatch timed."""
     phases = ["forward"]
     if run.in_range("backward", of_kinds=True):
         phases += ["backward", "optimizer", EVERYWHERE]

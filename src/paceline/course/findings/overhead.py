@@ -60,11 +60,8 @@ def find_overhead(evidence: Evidence) -> Overhead:
             for each in evidence.find("ddp", strategy="none")
             if each.metrics and _backward_seconds(each) > 0 and _is_same_step(each, record)
         ]
-        return Overhead(
-            source=f"measured: {record.case['model']} on {describe_topology(record)}",
-            figures=figures,
-            without=same[-1] if same else None,
-        )
+        source = f"measured: {record.case['model']} on {describe_topology(record)}"
+        return Overhead(source=source, figures=figures, without=same[-1] if same else None)
     source = "an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call"
     return Overhead(source=source, figures=_EXAMPLE)
 

@@ -1,15 +1,17 @@
-"""What the times of training steps say: the longest phase, growth by size, what warm-up does."""
+"""What the times of training steps say: phases, sizes, warm-up, precisions, compilation."""
 
 from collections.abc import Iterator, Sequence
 
 from paceline.accounting import flops_per_token
 from paceline.core.finding import Finding
-from paceline.course.findings.devices import memory_bandwidth
+from paceline.core.specs import precision_preset
+from paceline.course.findings.devices import memory_bandwidth, peak_flops
+from paceline.course.findings.pairs import compare_passes, pairs_with_base
 from paceline.course.findings.template import ALIKE, against, make_finding, standing
 from paceline.records import Metric, Record
-from paceline.reports.evidence.comparison import stands_out
+from paceline.reports.evidence.comparison import compare, stands_out
 from paceline.reports.evidence.fields import case_number
-from paceline.reports.evidence.models import model_name, num_parameters, shape_of
+from paceline.reports.evidence.models import model_key, model_name, num_parameters, shape_of
 
 PHASES = ("forward", "backward", "optimizer", "step")
 # AdamW reads weight, gradient and both moments, and writes all but the gradient.
@@ -22,11 +24,7 @@ def seconds(record: Record, name: str) -> float:
 
 
 def size_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how long each phase takes by model.
-
-    Args:
-        records: Steps, the smallest model first; those that failed among them.
-    """
+    """Yields how long each phase takes by model, the smallest first, failures among them."""
     measured = [record for record in records if record.metrics]
     first, last = measured[0], measured[-1]
     yield _longest_phase(last)
@@ -126,11 +124,7 @@ def _optimizer_bandwidth(record: Record) -> Finding:
 
 
 def warmup_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what leaving out the warm-up does.
-
-    Args:
-        records: Steps that differ in the number of warm-up steps alone, the smallest number first.
-    """
+    """Yields what leaving out the warm-up does, from the smallest number of warm-up steps on."""
     measured = [record for record in records if record.metrics]
     yield from _first_step(measured[0])
     for record in measured:
@@ -167,3 +161,39 @@ def _first_step(record: Record) -> Iterator[Finding]:
         later_high_s=max(others),
         verdict=verdict,
     )
+
+
+def precision_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what bf16 and fp16 gain over fp32, by model."""
+    for record, base in pairs_with_base(records, "precision", "float32", model_key):
+        precision = str(record.case["precision"])
+        half = peak_flops(record, precision_preset(precision).compute)
+        full = peak_flops(record, "float32")
+        yield make_finding(
+            f"{precision}_to_float32",
+            "Forward and backward of {model} take {ratio} as long in {precision} as in float32, "
+            "where the ratio of the device's peaks is {peak_ratio}; the optimizer, which stays in "
+            "float32, is {optimizer_share} of the step instead of {float32_optimizer_share}.",
+            model=model_name(record),
+            precision=precision,
+            ratio=compare_passes(record, base),
+            peak_ratio=None if half is None or full is None else half / full,
+            optimizer_share=seconds(record, "optimizer") / seconds(record, "step"),
+            float32_optimizer_share=seconds(base, "optimizer") / seconds(base, "step"),
+        )
+
+
+def compile_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what compiling each model gains over the same model as it is."""
+    for record, base in pairs_with_base(records, "compile", "none", model_key):
+        yield make_finding(
+            "compiled_to_plain_step",
+            "Compiled ({mode}), a step of {model} takes {step_time_s} instead of "
+            "{plain_step_time_s}, {ratio} as long; forward takes {forward_ratio} times as long.",
+            mode=str(record.case["compile"]),
+            model=model_name(record),
+            step_time_s=seconds(record, "step"),
+            plain_step_time_s=seconds(base, "step"),
+            ratio=compare(record.metrics["step_time_s"], base.metrics["step_time_s"]),
+            forward_ratio=seconds(record, "forward") / seconds(base, "forward"),
+        )

@@ -188,11 +188,7 @@ def _prediction(buckets: Sequence[Record], predictions: Sequence[Record]) -> Fin
 
 
 def trace_findings(waiting_least: Mapping[str, Record]) -> list[Finding]:
-    """Tells by strategy how much of communication overlaps with computing, the least first.
-
-    Args:
-        waiting_least: By strategy, the timeline of the rank that waits least.
-    """
+    """Tells how much of communication overlaps, by strategy on the rank that waits least."""
     findings = []
     for name, record in waiting_least.items():
         overlapped = record.metrics.get("overlapped_communication_s")

@@ -35,12 +35,7 @@ _OVERLAP = "ddp_overlap_individual_parameters, ddp_overlap_bucketed"
 
 
 def suite_cases(preset: PresetName, *, quick: bool = False) -> tuple[SuiteCase, ...]:
-    """Returns the cases of a preset in the order of the report.
-
-    Args:
-        preset: The kind of machine.
-        quick: Smaller models, fewer sizes and fewer samples.
-    """
+    """Returns the cases of a preset in the order of the report; quick ones are smaller."""
     scale = find_scale(preset, quick=quick)
     return (
         *_step_cases(scale),
