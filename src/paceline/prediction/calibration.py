@@ -6,7 +6,7 @@ ones, by their distance in the logarithms of their dimensions.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit
@@ -27,8 +27,6 @@ class Timed:
     """Measured forward and backward of one shape."""
 
     dimensions: tuple[int, ...]
-    work: float
-    """Work that its time is nearly proportional to."""
     forward_s: float
     backward_s: float
 
@@ -86,9 +84,12 @@ def attention_work(dimensions: tuple[int, ...]) -> float:
 
 
 def nearest_times(
-    timed: Sequence[Timed], dimensions: tuple[int, ...], work: float
+    timed: Sequence[Timed], dimensions: tuple[int, ...], work: Callable[[tuple[int, ...]], float]
 ) -> tuple[float, float]:
-    """Returns the seconds of forward and backward of a shape, measured or from its neighbours."""
+    """Returns the seconds of forward and backward of a shape, measured or from its neighbours.
+
+    `work` gives what the time of a shape is nearly proportional to.
+    """
     ranked = sorted(
         ((_distance(entry.dimensions, dimensions), entry) for entry in timed),
         key=lambda pair: pair[0],
@@ -105,9 +106,10 @@ def nearest_times(
     weights = [1 / distance**2 for distance, _ in ranked]
 
     def seconds(times: list[float]) -> float:
-        rates = [time / entry.work for time, (_, entry) in zip(times, ranked, strict=True)]
+        works = [work(entry.dimensions) for _, entry in ranked]
+        rates = [time / done for time, done in zip(times, works, strict=True)]
         logarithms = [weight * math.log(rate) for weight, rate in zip(weights, rates, strict=True)]
-        return work * math.exp(sum(logarithms) / sum(weights))
+        return work(dimensions) * math.exp(sum(logarithms) / sum(weights))
 
     return (
         seconds([entry.forward_s for _, entry in ranked]),

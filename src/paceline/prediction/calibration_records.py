@@ -1,13 +1,13 @@
 """From the records of `paceline calibrate` to a calibration of each topology."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segment
 from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
-from paceline.prediction.calibration import Calibration, Timed, attention_work, linear_work
+from paceline.prediction.calibration import Calibration, Timed
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import LINK_SHAPE
 
@@ -72,8 +72,8 @@ def _calibration(topology: _Topology, measured: _ByQuantity) -> Calibration:
     how = measured["attention"][-1].case
     return Calibration(
         topology=dict(zip(TOPOLOGY_FIELDS, topology, strict=True)),
-        linears=_timed(measured[_FIRST], _LINEAR, linear_work),
-        attentions=_timed(measured["attention"], _ATTENTION, attention_work),
+        linears=_timed(measured[_FIRST], _LINEAR),
+        attentions=_timed(measured["attention"], _ATTENTION),
         elementwise_s_per_element=value("stream"),
         copy_s_per_element=value("copy"),
         forward_launch_s=value("call", "forward_time_s"),
@@ -92,15 +92,12 @@ def _calibration(topology: _Topology, measured: _ByQuantity) -> Calibration:
     )
 
 
-def _timed(
-    records: Sequence[Record], fields: Sequence[str], work: Callable[[tuple[int, ...]], float]
-) -> tuple[Timed, ...]:
+def _timed(records: Sequence[Record], fields: Sequence[str]) -> tuple[Timed, ...]:
     timed = {}
     for record in records:
         dimensions = tuple(int(str(record.case[field])) for field in fields)
         timed[dimensions] = Timed(
             dimensions=dimensions,
-            work=work(dimensions),
             forward_s=record.metrics["forward_time_s"].value,
             backward_s=record.metrics["backward_time_s"].value,
         )

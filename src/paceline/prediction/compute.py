@@ -69,7 +69,7 @@ def _segment_times(
     matmul_s = [0.0, 0.0]
     for linear in segment.linears:
         dimensions: tuple[int, ...] = (tokens, linear.inputs, linear.outputs)
-        times = nearest_times(calibration.linears, dimensions, linear_work(dimensions))
+        times = nearest_times(calibration.linears, dimensions, linear_work)
         matmul_s = [total + time for total, time in zip(matmul_s, times, strict=True)]
     attention_s = (0.0, 0.0)
     if segment.has_attention:
@@ -80,7 +80,7 @@ def _segment_times(
             shape.key_value_heads,
             shape.head_width,
         )
-        attention_s = nearest_times(calibration.attentions, dimensions, attention_work(dimensions))
+        attention_s = nearest_times(calibration.attentions, dimensions, attention_work)
     elements = [tokens * number for number in segment.elements]
     elements[1] += segment.backward_fixed_elements
     one_launch_s = (calibration.forward_launch_s, calibration.backward_launch_s)

@@ -79,12 +79,7 @@ def make_calibration(
 
 
 def _timed(dimensions: tuple[int, ...], work: float) -> Timed:
-    return Timed(
-        dimensions=dimensions,
-        work=work,
-        forward_s=PRODUCT_S * work,
-        backward_s=2 * PRODUCT_S * work,
-    )
+    return Timed(dimensions=dimensions, forward_s=PRODUCT_S * work, backward_s=2 * PRODUCT_S * work)
 
 
 def make_record(quantity: str, seconds: float = 1e-3, **fields: Any) -> Record:

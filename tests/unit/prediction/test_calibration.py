@@ -16,9 +16,7 @@ DIMENSIONS = st.tuples(*[st.integers(1, 4096)] * 3)
 
 def _timed(dimensions: tuple[int, ...], rate: float) -> Timed:
     work = linear_work(dimensions)
-    return Timed(
-        dimensions=dimensions, work=work, forward_s=rate * work, backward_s=2 * rate * work
-    )
+    return Timed(dimensions=dimensions, forward_s=rate * work, backward_s=2 * rate * work)
 
 
 @given(DIMENSIONS, st.floats(1e-12, 1e-9))
@@ -27,7 +25,7 @@ def test_a_shape_that_was_timed_takes_what_it_took(
 ) -> None:
     work = linear_work(dimensions)
     timed = [_timed(dimensions, rate), _timed((dimensions[0] + 1, *dimensions[1:]), 7 * rate)]
-    assert nearest_times(timed, dimensions, work) == (rate * work, 2 * rate * work)
+    assert nearest_times(timed, dimensions, linear_work) == (rate * work, 2 * rate * work)
 
 
 NEAR = st.tuples(*[st.integers(100, 200)] * 3)
@@ -39,7 +37,7 @@ def test_another_shape_has_a_rate_between_its_neighbours(
 ) -> None:
     work = linear_work(dimensions)
     forward_s, backward_s = nearest_times(
-        [_timed(shape, rate) for shape, rate in measured], dimensions, work
+        [_timed(shape, rate) for shape, rate in measured], dimensions, linear_work
     )
     rates = [rate for _, rate in measured]
     assert min(rates) * (1 - 1e-9) <= forward_s / work <= max(rates) * (1 + 1e-9)
@@ -76,7 +74,7 @@ def test_an_interrupted_one_is_refused() -> None:
 def test_a_shape_unlike_all_that_were_timed_is_refused() -> None:
     timed = [_timed((128, 256, 256), 1e-11)]
     with pytest.raises(UsageError, match="nothing like 128 x 8192 x 256 was calibrated"):
-        nearest_times(timed, (128, 8192, 256), 1.0)
+        nearest_times(timed, (128, 8192, 256), linear_work)
 
 
 def test_an_interrupted_run_does_not_spoil_the_next() -> None:

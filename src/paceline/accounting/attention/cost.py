@@ -107,11 +107,8 @@ def tiled_attention_peak_bytes(
 ) -> int:
     """Returns the most that one forward and backward pass of tiles holds, inputs included.
 
-    Args:
-        batch: Sequences of a pass, and their length.
-        head_dim: Width of a head.
-        element_bytes: Bytes of one number.
-        causal: Whether tiles above the diagonal are left out.
+    `batch`, `head_dim` and `element_bytes` are those of `attention_saved_bytes`; where `causal`,
+    tiles above the diagonal are left out.
     """
     sum_bytes = _sum_bytes(element_bytes)
     num_together = min(batch.num_sequences, _TILE_HEADS)
@@ -151,12 +148,8 @@ def minimum_attention_bytes(
     are not, inputs, output and the gradients of all four are there in the end, and one number per
     query.
 
-    Args:
-        implementation: naive, which stores all scores, or one that does not.
-        batch: Sequences of a pass, and their length.
-        head_dim: Width of a head.
-        element_bytes: Bytes of one number.
-        compiled: Whether torch.compile may reuse memory in backward.
+    `implementation`, `batch`, `head_dim` and `element_bytes` are those of `attention_saved_bytes`;
+    `compiled` says whether torch.compile may reuse memory in backward.
     """
     if implementation != "naive":
         return _ends_bytes(batch, head_dim, element_bytes)

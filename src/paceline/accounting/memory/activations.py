@@ -122,15 +122,8 @@ def peak_activation_bytes(
     """Returns the most that activations, and gradients while they are made, take.
 
     Where weights' gradients lie afterwards is not part of this, unless `keeps_gradients` says that
-    they stay where they were made.
-
-    Args:
-        shape: The model's dimensions.
-        batch: Sequences of a pass, and their length.
-        activation_checkpointing: full if each block's activations are recomputed in backward.
-        precision: dtypes of weights, gradients, state and arithmetic.
-        attention: sdpa if attention is fused, naive if it stores its scores.
-        keeps_gradients: Whether gradients stay where they were made.
+    they stay where they were made. `shape`, `batch`, `activation_checkpointing`, `precision` and
+    `attention` are those of `saved_for_backward_bytes`.
     """
     counted = count_activations(
         shape, batch, activation_checkpointing, precision, attention, keeps_gradients
