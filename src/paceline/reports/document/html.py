@@ -25,9 +25,6 @@ def render_html(report: Report) -> str:
     template = environment.from_string(
         files.joinpath("report.html.jinja").read_text(encoding="utf-8")
     )
-    return template.render(report=report, style=style, style_hash=_content_hash(style))
-
-
-def _content_hash(text: str) -> str:
-    """Returns the hash by which a policy allows an inline style."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+    # The hash by which the policy allows an inline style.
+    style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
+    return template.render(report=report, style=style, style_hash=style_hash)

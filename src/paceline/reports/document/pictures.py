@@ -7,7 +7,7 @@ import matplotlib
 import msgspec
 from matplotlib.figure import Figure
 
-from paceline.records import CaseValue, Record
+from paceline.records import Record
 from paceline.reports.document.model import Picture
 from paceline.reports.plots.registry import draw
 
@@ -35,10 +35,8 @@ def picture_of(figure: Figure, name: str, description: str) -> Picture:
 
 def _plain(record: Record) -> Record:
     """Keeps a dollar sign in a name from beginning a formula, which may not even be one."""
-    return msgspec.structs.replace(
-        record, case={field: _escaped(value) for field, value in record.case.items()}
-    )
-
-
-def _escaped(value: CaseValue) -> CaseValue:
-    return value.replace("$", r"\$") if isinstance(value, str) else value
+    case = {
+        field: value.replace("$", r"\$") if isinstance(value, str) else value
+        for field, value in record.case.items()
+    }
+    return msgspec.structs.replace(record, case=case)

@@ -42,11 +42,15 @@ class Evidence:
 
     def find(self, kind: str, **fields: CaseValue | tuple[CaseValue, ...]) -> list[Record]:
         """Returns the measurements of a kind whose case has these values, or one of several."""
+        wanted = {
+            name: values if isinstance(values, tuple) else (values,)
+            for name, values in fields.items()
+        }
         return [
             record
             for record in self.records
             if record.kind == kind
-            and all(_agrees(record.case.get(name), value) for name, value in fields.items())
+            and all(record.case.get(name) in values for name, values in wanted.items())
         ]
 
     def predictions(self, kind: str) -> list[Record]:
@@ -69,10 +73,6 @@ def _identity(record: Record) -> object:
     if "subject" not in fields or "hardware" in fields:
         return case_key(record)
     return (case_key(record), machine_of(record))
-
-
-def _agrees(value: CaseValue, wanted: CaseValue | tuple[CaseValue, ...]) -> bool:
-    return value in wanted if isinstance(wanted, tuple) else value == wanted
 
 
 def comparable_groups(

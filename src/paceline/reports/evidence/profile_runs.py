@@ -77,19 +77,13 @@ def _gather(evidence: Evidence, subject: str, operators: Sequence[Record]) -> Pr
     def of_run(records: Iterable[Record]) -> list[Record]:
         return [record for record in records if record.metrics and same_run(record, operators[0])]
 
-    memory = [
-        record
-        for record in of_run(evidence.find("memory_timeline"))
-        if subject_of(record) == subject
-    ]
+    memory = of_run(evidence.find("memory_timeline"))
+    memory = [record for record in memory if subject_of(record) == subject]
+    expected = of_run(evidence.predictions("operator"))
     return ProfileRun(
         subject=subject,
         operators=tuple(operators),
-        expected=tuple(
-            record
-            for record in of_run(evidence.predictions("operator"))
-            if record.case["subject"] == subject
-        ),
+        expected=tuple(record for record in expected if record.case["subject"] == subject),
         steps=tuple(of_run(evidence.find("trace_step", subject=subject))),
         memory=memory[-1] if memory else None,
     )
@@ -100,11 +94,8 @@ def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
     machines: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         machines.setdefault(machine_of(record), []).append(record)
-    newest = []
-    for found in machines.values():
-        whole = [run for run in _runs(found) if _is_whole(run)]
-        newest.extend(whole[:1])
-    return newest
+    whole = ([run for run in _runs(found) if _is_whole(run)] for found in machines.values())
+    return [runs[0] for runs in whole if runs]
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:

@@ -34,9 +34,6 @@ def same_run(first: Record, second: Record) -> bool:
     return same_machine(first, second) and abs(moment_of(first) - moment_of(second)) <= _STAMPING
 
 
-_COMMIT_DIGITS = 10
-
-
 def describe_topology(record: Record) -> str:
     """Names the hardware of a case, and its links where they were shaped."""
     case = record.case
@@ -61,7 +58,12 @@ def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
     times: dict[str, list[str]] = {}
     for record in records:
         times.setdefault(_machine(record.environment), []).append(record.environment.time)
-    return tuple(f"{machine}; {_period(found)}" for machine, found in times.items())
+    lines = []
+    for machine, found in times.items():
+        days = sorted({time[:10] for time in found})
+        period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        lines.append(f"{machine}; {period}")
+    return tuple(lines)
 
 
 def _hardware(environment: Environment) -> str:
@@ -79,10 +81,5 @@ def _machine(environment: Environment) -> str:
     version = f"paceline {environment.paceline}"
     if environment.commit is not None:
         changed = ", modified" if environment.modified else ""
-        version += f" at {environment.commit[:_COMMIT_DIGITS]}{changed}"
+        version += f" at {environment.commit[:10]}{changed}"
     return "; ".join((*parts, environment.platform, version))
-
-
-def _period(times: Sequence[str]) -> str:
-    days = sorted({time[:10] for time in times})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"

@@ -50,13 +50,13 @@ class _Quantity:
     unit: str
 
 
-_TIME = _Quantity(
+TIME = _Quantity(
     name="time",
     metrics={"forward": "forward_time_s", "backward": "backward_time_s"},
     scale=1e3,
     unit="ms",
 )
-_MEMORY = _Quantity(
+MEMORY = _Quantity(
     name="memory",
     metrics={"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"},
     scale=1 / MIB,
@@ -64,17 +64,8 @@ _MEMORY = _Quantity(
 )
 
 
-def plot_attention_time(records: Sequence[Record]) -> Figure:
-    """Draws both passes by sequence length."""
-    return _plot(_TIME, records)
-
-
-def plot_attention_memory(records: Sequence[Record]) -> Figure:
-    """Draws the memory kept for backward and the peak by sequence length."""
-    return _plot(_MEMORY, records)
-
-
-def _plot(quantity: _Quantity, records: Sequence[Record]) -> Figure:
+def plot_attention(quantity: _Quantity, records: Sequence[Record]) -> Figure:
+    """Draws both passes, or the memory kept for backward and the peak, by sequence length."""
     implementations = {record.case["implementation"] for record in records}
     if len(implementations) > 1:
         return _plot_panels(quantity, records)
@@ -92,17 +83,9 @@ def _plot(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     }
     for length, outcome in unmeasured.items():
         axes.axvline(length, color="#aa3333", alpha=0.4, linestyle=":")
-        axes.text(
-            length,
-            0.02,
-            f"{outcome} ",
-            rotation=90,
-            ha="right",
-            va="bottom",
-            color="#aa3333",
-            fontsize="small",
-            transform=axes.get_xaxis_transform(),
-        )
+        upwards = {"rotation": 90, "color": "#aa3333", "fontsize": "small"}
+        across = axes.get_xaxis_transform()
+        axes.text(length, 0.02, f"{outcome} ", upwards, ha="right", va="bottom", transform=across)
     axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     return figure
 
@@ -138,7 +121,9 @@ def _set_length_axis(axes: Axes, records: Sequence[Record]) -> None:
 
 def _plot_panels(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     panels = _split_panels(records)
-    num_columns = _num_columns(records, len(panels))
+    num_widths = len({record.case["head_dim"] for record in records})
+    # A column for each head dim, so that dtypes are rows; else one for each panel.
+    num_columns = min(_MOST_COLUMNS, num_widths if num_widths > 1 else len(panels))
     num_rows = -(-len(panels) // num_columns)
     width = max(_SMALLEST_WIDTH_INCHES, _LEGEND_INCHES + _PANEL_INCHES[0] * num_columns)
     size = (width, 1.6 + _PANEL_INCHES[1] * num_rows)
@@ -154,12 +139,12 @@ def _plot_panels(quantity: _Quantity, records: Sequence[Record]) -> Figure:
         axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel(f"{quantity.name} ({quantity.unit})")
+    crowded = len({record.case["context"] for record in records}) > _LENGTHS_SIDE_BY_SIDE
     for column in range(num_columns):
         lowest = grid[(len(panels) - 1 - column) // num_columns, column]
         lowest.set_xlabel("sequence length (tokens)", fontsize="small")
-        lowest.tick_params(axis="x", labelbottom=True)
-        crowded = len({record.case["context"] for record in records}) > _LENGTHS_SIDE_BY_SIDE
-        lowest.tick_params(axis="x", rotation=90 if crowded else 0, labelsize="x-small")
+        rotation = 90 if crowded else 0
+        lowest.tick_params(axis="x", labelbottom=True, rotation=rotation, labelsize="x-small")
     _add_legend(figure, records, list(quantity.metrics))
     figure.supxlabel(subtitle(records), fontsize="x-small", color=GRAY)
     return figure
@@ -169,22 +154,13 @@ def _split_panels(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Groups records by what tells measurements apart, but length and implementation."""
     _shared, varying = split_fields(records)
     join_key = records[0].measured_kind.join_key
-    apart = [
-        field
-        for field in varying
-        if field in join_key and field not in ("context", "implementation")
-    ]
+    within = ("context", "implementation")
+    apart = [field for field in varying if field in join_key and field not in within]
     panels: dict[str, list[Record]] = {}
     for record in records:
         name = describe_case(record, apart) if apart else ""
         panels.setdefault(name, []).append(record)
     return panels
-
-
-def _num_columns(records: Sequence[Record], num_panels: int) -> int:
-    """Returns a column for each head dim, so that dtypes are rows; else one for each panel."""
-    num_widths = len({record.case["head_dim"] for record in records})
-    return min(_MOST_COLUMNS, num_widths if num_widths > 1 else num_panels)
 
 
 def _draw_panel(axes: Axes, records: Sequence[Record], quantity: _Quantity) -> None:
@@ -214,14 +190,9 @@ def _mark_unmeasured(grid: Sequence[Axes], panels: Sequence[Sequence[Record]]) -
                 for record in records
                 if record.case["implementation"] == name
             ]
-            axes.plot(
-                lengths,
-                [1 - _MARK_HEIGHT * (index + 0.5)] * len(lengths),
-                "x",
-                color=_IMPLEMENTATION_COLORS[name],
-                ms=4,
-                transform=axes.get_xaxis_transform(),
-            )
+            heights = [1 - _MARK_HEIGHT * (index + 0.5)] * len(lengths)
+            color, across = _IMPLEMENTATION_COLORS[name], axes.get_xaxis_transform()
+            axes.plot(lengths, heights, "x", color=color, ms=4, transform=across)
 
 
 def _add_legend(figure: Figure, records: Sequence[Record], labels: Sequence[str]) -> None:

@@ -49,14 +49,8 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
     everything = [each.case.measured_s for each in held_out]
     ends = [0.8 * min(everything), 1.25 * max(everything)]
     axes.plot(ends, ends, color=GRAY, linewidth=1, label="predicted = measured")
-    axes.fill_between(
-        ends,
-        [(1 - _BAND) * end for end in ends],
-        [(1 + _BAND) * end for end in ends],
-        color=GRAY,
-        alpha=0.1,
-        label=f"within {_BAND:.0%}",
-    )
+    low, high = ([factor * end for end in ends] for factor in (1 - _BAND, 1 + _BAND))
+    axes.fill_between(ends, low, high, color=GRAY, alpha=0.1, label=f"within {_BAND:.0%}")
     axes.set_xscale("log")
     axes.set_yscale("log")
     ticks = [tick for tick in _TICKS if ends[0] <= tick <= ends[1]]

@@ -30,15 +30,9 @@ def plot_communication(records: Sequence[Record]) -> Figure:
     for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
         color = COLORS[index % len(COLORS)]
         sizes = [case_number(record, "size_bytes") for record in chosen]
-        bandwidths = [record.metrics["algorithm_bandwidth_bytes_per_s"] for record in chosen]
-        axes.plot(
-            sizes,
-            [bandwidth.value / GB for bandwidth in bandwidths],
-            "o-",
-            color=color,
-            label=name,
-            ms=4,
-        )
+        metric = "algorithm_bandwidth_bytes_per_s"
+        bandwidths = [record.metrics[metric].value / GB for record in chosen]
+        axes.plot(sizes, bandwidths, "o-", color=color, label=name, ms=4)
         case = chosen[0].case
         link = find_link(case)
         factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
@@ -46,21 +40,14 @@ def plot_communication(records: Sequence[Record]) -> Figure:
         # One rank sends nothing, so that no link limits it.
         if link is not None and factor > 0:
             ceiling = link.bytes_per_s / factor / GB
-            axes.plot(
-                [sizes[0], sizes[-1]], [ceiling] * 2, "--", color=color, label=f"{name}: line rate"
-            )
+            ends = [sizes[0], sizes[-1]]
+            axes.plot(ends, [ceiling] * 2, "--", color=color, label=f"{name}: line rate")
     if not has_line_rate:
         all_loopback = all(is_loopback(record.case) for record in records)
         reason = "loopback: no line rate" if all_loopback else "no line rate is known"
-        axes.text(
-            0.02,
-            0.98,
-            f"{reason}, so no theoretical curve",
-            transform=axes.transAxes,
-            va="top",
-            fontsize="small",
-            color=GRAY,
-        )
+        text = f"{reason}, so no theoretical curve"
+        inside = axes.transAxes
+        axes.text(0.02, 0.98, text, transform=inside, va="top", fontsize="small", color=GRAY)
     low, high = axes.get_ylim()
     axes.set_ylim(low / _ROOM, high * _ROOM)
     axes.set_xlabel("message size (bytes)")

@@ -11,7 +11,6 @@ from paceline.core.units import format_gibibytes, format_gigabytes, to_gibibytes
 from paceline.reports.plots.style import GRAY, MEMORY_STYLES, blank_figure
 
 _PARTS = ("parameters", "optimizer_state", "buffers", "gradients", "activations")
-_SIZE_INCHES = (7.5, 4.8)
 _HEADROOM = 1.12
 
 
@@ -25,7 +24,7 @@ def plot_memory_plan(
         title: Of which step under which strategy.
         device: Whose memory it is to fit.
     """
-    figure = blank_figure("Predicted memory of a training step", _SIZE_INCHES)
+    figure = blank_figure("Predicted memory of a training step", (7.5, 4.8))
     axes = figure.subplots()
     axes.set_title(title, fontsize="small", color=GRAY)
     highest = max(to_gibibytes(parts.total) for parts in instants.values())
@@ -34,13 +33,8 @@ def plot_memory_plan(
         capacity = to_gibibytes(device.memory_bytes.value)
         highest = max(highest, capacity)
         sold_as = format_gigabytes(to_gigabytes(device.memory_bytes.value))
-        axes.axhline(
-            capacity,
-            color="black",
-            linestyle="--",
-            linewidth=1.2,
-            label=f"{device.description}: {format_gibibytes(capacity, 1)} ({sold_as})",
-        )
+        label = f"{device.description}: {format_gibibytes(capacity, 1)} ({sold_as})"
+        axes.axhline(capacity, color="black", linestyle="--", linewidth=1.2, label=label)
     axes.set_ylim(0, _HEADROOM * highest)
     axes.set_ylabel("memory of one rank (GiB)")
     axes.set_xlabel("instant of the step")

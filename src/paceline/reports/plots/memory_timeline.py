@@ -57,16 +57,12 @@ def _draw(axes: Axes, record: Record, unit: int) -> None:
         if f"{phase}_end_s" in metrics:
             end = 1e3 * metrics[f"{phase}_end_s"].value
             axes.axvline(end, color=GRAY, linestyle=":", linewidth=1)
-            axes.text(
-                (begin + end) / 2,
-                0.97,
-                phase,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="top",
-                fontsize="x-small",
-                rotation=90 if end - begin < _NARROW * times[-1] else 0,
-            )
+            style = {
+                "fontsize": "x-small",
+                "rotation": 90 if end - begin < _NARROW * times[-1] else 0,
+            }
+            middle, across = (begin + end) / 2, axes.get_xaxis_transform()
+            axes.text(middle, 0.97, phase, style, transform=across, ha="center", va="top")
             begin = end
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0)

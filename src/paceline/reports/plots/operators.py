@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from paceline.core.units import format_seconds
-from paceline.records import CaseValue, Record
+from paceline.records import Record
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -42,10 +42,8 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
         for phase in phases:
             ends[phase] += by_phase[phase]
     for place, phase in enumerate(phases):
-        label = format_seconds(ends[phase])
-        axes.annotate(
-            label, (ends[phase] * 1e3, place), (4, 0), textcoords="offset points", va="center"
-        )
+        label, end = format_seconds(ends[phase]), (ends[phase] * 1e3, place)
+        axes.annotate(label, end, (4, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
@@ -58,19 +56,14 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
 
 def _stack(kinds: Sequence[Record], phases: Sequence[str]) -> dict[str, dict[str, float]]:
     """Returns seconds by kind and phase, the longest kinds first and small ones as one."""
-    totals: dict[CaseValue, float] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for record in kinds:
+        by_phase = seconds.setdefault(str(record.case["work"]), dict.fromkeys(phases, 0.0))
         if record.case["range"] in phases:
-            seconds = record.metrics["own_time_s"].value
-            totals[record.case["work"]] = totals.get(record.case["work"], 0.0) + seconds
-    ordered = sorted(totals, key=lambda kind: -totals[kind])
+            by_phase[str(record.case["range"])] += record.metrics["own_time_s"].value
+    ordered = sorted(seconds.items(), key=lambda item: -sum(item[1].values()))
     num_named = len(COLORS) if len(ordered) <= len(COLORS) else len(COLORS) - 1
-    stack: dict[str, dict[str, float]] = {}
-    for place, kind in enumerate(ordered):
-        by_phase = stack.setdefault(
-            str(kind) if place < num_named else _REST, dict.fromkeys(phases, 0.0)
-        )
-        for record in kinds:
-            if record.case["work"] == kind and record.case["range"] in phases:
-                by_phase[str(record.case["range"])] += record.metrics["own_time_s"].value
+    stack = dict(ordered[:num_named])
+    if rest := [by_phase for _kind, by_phase in ordered[num_named:]]:
+        stack[_REST] = {phase: sum(by_phase[phase] for by_phase in rest) for phase in phases}
     return stack

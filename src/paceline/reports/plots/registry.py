@@ -1,12 +1,13 @@
 """The pictures by name, and which of them a set of records allows."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
 from paceline.core.errors import UsageError
 from paceline.records import Record
-from paceline.reports.plots.attention import plot_attention_memory, plot_attention_time
+from paceline.reports.plots.attention import MEMORY, TIME, plot_attention
 from paceline.reports.plots.collectives import plot_communication
 from paceline.reports.plots.memory_timeline import plot_memory_timeline
 from paceline.reports.plots.optimizer_memory import plot_optimizer_memory
@@ -19,8 +20,8 @@ PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] =
     "step-time": ("step", None, plot_step_time),
     "warmup": ("step", "warmup", plot_warmup),
     "precision": ("step", "precision", plot_precision),
-    "attention-time": ("attention", "context", plot_attention_time),
-    "attention-memory": ("attention", "context", plot_attention_memory),
+    "attention-time": ("attention", "context", partial(plot_attention, TIME)),
+    "attention-memory": ("attention", "context", partial(plot_attention, MEMORY)),
     "communication": ("comm", "size_bytes", plot_communication),
     "strategies": ("ddp", None, plot_strategies),
     "bucket-size": ("ddp", "bucket_size_mb", plot_bucket_size),

@@ -1,18 +1,16 @@
 """Pictures of scaling laws: profiles with minima, laws with bands, the surface, residuals."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from paceline.reports.plots.style import COLORS, GRAY
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.surface import tokens_for
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _FARTHEST = 1e24
 _METHOD_COLORS = {
@@ -24,17 +22,16 @@ _METHOD_COLORS = {
 }
 
 
-def plot_profiles(fit: ScalingFit) -> "Figure":
+def plot_profiles(fit: ScalingFit) -> Figure:
     """Draws the loss by size of every budget, with its parabola and both minima."""
     figure, (axes,) = _figure("Loss by model size at equal compute", fit, 1)
     sweep = fit.sweep
-    colors = _shades(len(fit.profiles))
-    for profile, color in zip(fit.profiles, colors, strict=True):
+    surface = fit.parametric.surface if fit.has_surface else None
+    for profile, color in zip(fit.profiles, _shades(len(fit.profiles)), strict=True):
         sizes, losses = sweep.parameters[profile.members], sweep.loss[profile.members]
         axes.plot(sizes, losses, "o", color=color, ms=3.5)
         grid = np.geomspace(sizes[0], sizes[-1], 200)
-        if fit.has_surface:
-            surface = fit.parametric.surface
+        if surface is not None:
             fitted = surface.loss(grid, tokens_for(profile.compute, grid))
             axes.plot(grid, fitted, "-", color=color, lw=1)
         if profile.coefficients is not None and profile.vertex and profile.vertex_loss:
@@ -51,17 +48,10 @@ def plot_profiles(fit: ScalingFit) -> "Figure":
             color=color,
             va="center",
         )
-    if fit.has_surface:
+    if surface is not None:
         budgets = np.geomspace(sweep.compute.min(), sweep.compute.max(), 100)
-        surface = fit.parametric.surface
-        axes.plot(
-            surface.optimal_parameters(budgets),
-            surface.optimal_loss(budgets),
-            "--",
-            color="black",
-            lw=1,
-            label="optimum of the surface",
-        )
+        optimum = surface.optimal_parameters(budgets), surface.optimal_loss(budgets)
+        axes.plot(*optimum, "--", color="black", lw=1, label="optimum of the surface")
     axes.plot([], [], "-", color=GRAY, label="surface")
     axes.plot([], [], ":", color=GRAY, label="parabola")
     axes.plot([], [], "x", color="black", label="vertex of the parabola")
@@ -70,7 +60,7 @@ def plot_profiles(fit: ScalingFit) -> "Figure":
     return figure
 
 
-def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> "Figure":
+def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> Figure:
     """Draws N and D against C with bands, to at least 1e24 FLOPs."""
     figure, panels = _figure("Compute-optimal model and data", fit, 2)
     budgets = np.geomspace(fit.sweep.compute.min(), _reach(fit), 120)
@@ -92,10 +82,8 @@ def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> "Figure":
     ):
         if points:
             compute, sizes = np.array(points, dtype=np.float64).T
-            panels[0].plot(compute, sizes, marker, color=color, ms=4, mfc="none")
-            panels[1].plot(
-                compute, tokens_for(compute, sizes), marker, color=color, ms=4, mfc="none"
-            )
+            for axes, best in zip(panels, (sizes, tokens_for(compute, sizes)), strict=True):
+                axes.plot(compute, best, marker, color=color, ms=4, mfc="none")
     largest = float(fit.sweep.compute.max())
     for axes, name in zip(panels, ("best N (parameters)", "best D (tokens)"), strict=True):
         axes.axvline(largest, color=GRAY, lw=0.8, ls="--")
@@ -113,7 +101,7 @@ def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> "Figure":
     return figure
 
 
-def plot_surface(fit: ScalingFit) -> "Figure":
+def plot_surface(fit: ScalingFit) -> Figure:
     """Draws contours of the fitted loss over N and C, the runs, and the efficient frontier."""
     figure, (axes,) = _figure("Loss surface and efficient frontier", fit, 1)
     surface, sweep = fit.parametric.surface, fit.sweep
@@ -125,9 +113,8 @@ def plot_surface(fit: ScalingFit) -> "Figure":
     floor = surface.irreducible
     low, high = float(surface.optimal_loss(budgets[-1])), float(sweep.loss.max())
     levels = floor + np.geomspace((low - floor) * 1.02, high - floor, 14)
-    axes.contour(
-        grid_c, grid_n, loss, levels=levels, colors=_shades(len(levels))[::-1], linewidths=0.9
-    )
+    colors = _shades(len(levels))[::-1]
+    axes.contour(grid_c, grid_n, loss, levels=levels, colors=colors, linewidths=0.9)
     axes.plot(budgets, best, color=COLORS[1], lw=2, label="efficient frontier")
     # Each contour is named where it meets the frontier, its leftmost point.
     for level, compute in zip(levels, surface.compute_for_loss(levels), strict=True):
@@ -147,19 +134,17 @@ def plot_surface(fit: ScalingFit) -> "Figure":
     return figure
 
 
-def plot_residuals(fit: ScalingFit) -> "Figure":
+def plot_residuals(fit: ScalingFit) -> Figure:
     """Draws what the parametric surface leaves unexplained, by size and by compute."""
     figure, panels = _figure("Residuals of the parametric fit", fit, 2)
     residuals = fit.parametric.residuals
     largest = float(np.abs(residuals).max())
     # Runs without noise leave parts per billion; say so instead of writing 0.00%.
     scale, unit = (100.0, "%") if largest > 1e-5 else (1e9, "parts per billion")
-    columns = (fit.sweep.parameters, fit.sweep.compute)
-    names = ("parameters N", "compute C (FLOPs)")
+    columns = {"parameters N": fit.sweep.parameters, "compute C (FLOPs)": fit.sweep.compute}
     index = fit.sweep.budget_index
-    colors = _shades(int(index.max()) + 1)
-    for axes, column, name in zip(panels, columns, names, strict=True):
-        for group, color in enumerate(colors):
+    for axes, (name, column) in zip(panels, columns.items(), strict=True):
+        for group, color in enumerate(_shades(int(index.max()) + 1)):
             chosen = index == group
             axes.plot(column[chosen], scale * residuals[chosen], "o", color=color, ms=3.5)
         axes.axhline(0, color=GRAY, lw=0.8)
@@ -167,7 +152,7 @@ def plot_residuals(fit: ScalingFit) -> "Figure":
     return figure
 
 
-SCALING_PLOTS: dict[str, Callable[[ScalingFit], "Figure"]] = {
+SCALING_PLOTS: dict[str, Callable[[ScalingFit], Figure]] = {
     "scaling-profiles": plot_profiles,
     "scaling-laws": plot_laws,
     "scaling-surface": plot_surface,
@@ -175,10 +160,8 @@ SCALING_PLOTS: dict[str, Callable[[ScalingFit], "Figure"]] = {
 }
 
 
-def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple["Figure", list["Axes"]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0 if num_panels == 1 else 10.0, 4.8), layout="constrained")
+def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple[Figure, list[Axes]]:
+    figure = blank_figure(title + "\n", (8.0 if num_panels == 1 else 10.0, 4.8))
     panels = list(np.atleast_1d(figure.subplots(1, num_panels)))
     sweep = fit.sweep
     text = f"{len(sweep)} runs, {len(sweep.budgets)} budgets, up to {sweep.compute.max():.3g} FLOPs"
@@ -189,7 +172,6 @@ def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple["Figure", lis
             f"{surface.parameter_exponent:.4g} + {surface.token_scale:.4g}/D^"
             f"{surface.token_exponent:.4g}"
         )
-    figure.suptitle(title + "\n", fontweight="bold")
     figure.text(0.5, 0.925, text, ha="center", fontsize="x-small", color=GRAY)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -198,7 +180,7 @@ def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple["Figure", lis
     return figure, panels
 
 
-def _logarithmic(axes: "Axes", x_label: str, y_label: str, *, log_y: bool = True) -> None:
+def _logarithmic(axes: Axes, x_label: str, y_label: str, *, log_y: bool = True) -> None:
     axes.set_xscale("log")
     if log_y:
         axes.set_yscale("log")
@@ -207,8 +189,6 @@ def _logarithmic(axes: "Axes", x_label: str, y_label: str, *, log_y: bool = True
 
 
 def _shades(number: int) -> list[tuple[float, ...]]:
-    from matplotlib import colormaps
-
     return [tuple(colormaps["viridis"](share)) for share in np.linspace(0.0, 0.85, number)]
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paceline.records import Record
@@ -17,7 +16,38 @@ def plot_step_time(
 ) -> Figure:
     """Draws the phases of each step side by side, with the deviation of the samples."""
     figure, axes = new_figure(title, records)
-    _phase_bars(axes, records)
+    _shared, varying = split_fields(records)
+    width = 0.8 / len(_PHASES)
+    for index, phase in enumerate(_PHASES):
+        metric = f"{phase}_time_s"
+        places = [place for place, record in enumerate(records) if metric in record.metrics]
+        chosen = [records[place].metrics[metric] for place in places]
+        if not chosen:
+            continue
+        axes.bar(
+            [place + (index - 1) * width for place in places],
+            [value.value * 1e3 for value in chosen],
+            width,
+            # No time is negative, however far the samples spread.
+            yerr=[
+                [min(value.std or 0.0, value.value) * 1e3 for value in chosen],
+                [(value.std or 0.0) * 1e3 for value in chosen],
+            ],
+            capsize=3,
+            color=PHASE_COLORS[phase],
+            label=phase,
+        )
+    for place, record in enumerate(records):
+        if not record.metrics:
+            outcome = record.outcome.replace("_", " ")
+            axes.annotate(
+                outcome, (place, 0), (0, 6), textcoords="offset points", rotation=90, ha="center"
+            )
+    axes.set_xticks(
+        range(len(records)), [describe_case(record, varying, "\n") for record in records]
+    )
+    axes.set_xlim(-0.6, len(records) - 0.4)
+    axes.legend()
     axes.set_ylabel("time (ms), median ± standard deviation")
     return figure
 
@@ -57,38 +87,3 @@ def plot_warmup(records: Sequence[Record]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.legend()
     return figure
-
-
-def _phase_bars(axes: Axes, records: Sequence[Record]) -> None:
-    _shared, varying = split_fields(records)
-    width = 0.8 / len(_PHASES)
-    for index, phase in enumerate(_PHASES):
-        metric = f"{phase}_time_s"
-        places = [place for place, record in enumerate(records) if metric in record.metrics]
-        chosen = [records[place].metrics[metric] for place in places]
-        if not chosen:
-            continue
-        axes.bar(
-            [place + (index - 1) * width for place in places],
-            [value.value * 1e3 for value in chosen],
-            width,
-            # No time is negative, however far the samples spread.
-            yerr=[
-                [min(value.std or 0.0, value.value) * 1e3 for value in chosen],
-                [(value.std or 0.0) * 1e3 for value in chosen],
-            ],
-            capsize=3,
-            color=PHASE_COLORS[phase],
-            label=phase,
-        )
-    for place, record in enumerate(records):
-        if not record.metrics:
-            outcome = record.outcome.replace("_", " ")
-            axes.annotate(
-                outcome, (place, 0), (0, 6), textcoords="offset points", rotation=90, ha="center"
-            )
-    axes.set_xticks(
-        range(len(records)), [describe_case(record, varying, "\n") for record in records]
-    )
-    axes.set_xlim(-0.6, len(records) - 0.4)
-    axes.legend()

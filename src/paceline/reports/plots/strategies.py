@@ -8,15 +8,10 @@ from matplotlib.figure import Figure
 from paceline.core.units import MIB
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
-from paceline.reports.evidence.fields import (
-    case_number,
-    split_fields,
-    split_series,
-    strategy_case,
-)
+from paceline.reports.evidence.fields import case_number, split_fields, split_series, strategy_case
+from paceline.reports.evidence.strategies import EXPOSED
 from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, new_figure
 
-_EXPOSED = "exposed_communication_s"
 _SAMPLES_WITH_QUARTILES = 4
 
 
@@ -29,7 +24,7 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
     places = range(len(chosen))
     left = [0.0] * len(chosen)
     for name, color in PHASE_COLORS.items():
-        metric = _EXPOSED if name == "exposed communication" else f"{name}_time_s"
+        metric = EXPOSED if name == "exposed communication" else f"{name}_time_s"
         # A strategy that gathers its parameters does not tell communication from backward.
         known = [record.metrics.get(metric) for record in chosen]
         widths = [0.0 if value is None else value.value * 1e3 for value in known]
@@ -57,15 +52,14 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
     ]
     # A store may hold other predictions of the same steps, of nothing but their time.
     predicted = [
-        record for record in records if record.kind == PREDICTION and _EXPOSED in record.metrics
+        record for record in records if record.kind == PREDICTION and EXPOSED in record.metrics
     ]
     figure, axes = new_figure("Exposed communication by bucket size", measured)
     axes.set_xscale("log")
     for index, (name, chosen) in enumerate(split_series(measured, "bucket_size_mb").items()):
-        medians = [record.metrics[_EXPOSED].value * 1e3 for record in chosen]
         axes.errorbar(
             [case_number(record, "bucket_size_mb") for record in chosen],
-            medians,
+            [record.metrics[EXPOSED].value * 1e3 for record in chosen],
             yerr=list(zip(*(_distances_to_quartiles(record) for record in chosen), strict=True)),
             fmt="o-",
             ms=5,
@@ -77,7 +71,7 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
         predicted.sort(key=lambda record: case_number(record, "bucket_size_mb"))
         axes.plot(
             [case_number(record, "bucket_size_mb") for record in predicted],
-            [record.metrics[_EXPOSED].value * 1e3 for record in predicted],
+            [record.metrics[EXPOSED].value * 1e3 for record in predicted],
             "--",
             color=GRAY,
             label="bucketed: predicted by the recurrence",
@@ -99,7 +93,7 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
 
 
 def _distances_to_quartiles(record: Record) -> tuple[float, float]:
-    metric = record.metrics[_EXPOSED]
+    metric = record.metrics[EXPOSED]
     if len(metric.samples) < _SAMPLES_WITH_QUARTILES:
         return 0.0, 0.0
     low, median, high = statistics.quantiles(metric.samples, n=4)

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.fields import strategy_text
-from paceline.reports.plots.style import COLORS, GRAY, blank_figure, subtitle
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, subtitle
 
 _PHASES = {"forward": "#e4e9f0", "backward": "#b9c6d8", "optimizer": "#8fa3bd"}
 _MESSAGE_COLORS = COLORS[:4]
@@ -44,10 +44,9 @@ def plot_timelines(records: Sequence[Record]) -> Figure:
     )[:, 0]
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         _draw_strategy(axes, name, group, predicted.get(name), end_ms)
-    panels[0].text(
-        0.0, 1.25, subtitle(measured), transform=panels[0].transAxes, fontsize="x-small",
-        color=GRAY, va="bottom",
-    )  # fmt: skip
+    style = {"fontsize": "x-small", "color": GRAY}
+    above = panels[0].transAxes
+    panels[0].text(0.0, 1.25, subtitle(measured), style, transform=above, va="bottom")
     panels[-1].set_xlabel("time from the start of the step (ms)")
     figure.legend(
         handles=[
@@ -81,10 +80,9 @@ def _draw_strategy(
     axes.set_ylim(-len(labels) + 0.5 - 0.75, 0.6)
     step_ms = 1e3 * group[0].metrics["drawn_step_s"].value
     axes.set_title(f"{name}: a step of {step_ms:.0f} ms", fontsize="small", loc="left")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    add_grid(axes, "x")
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
 
 
 def _draw_compute(axes: Axes, lane: int, record: Record) -> None:
@@ -95,9 +93,7 @@ def _draw_compute(axes: Axes, lane: int, record: Record) -> None:
         first, last = metrics[f"{phase}_start_s"].value, metrics[f"{phase}_end_s"].value
         pieces = [
             (1e3 * max(start, first), 1e3 * (min(end, last) - max(start, first)))
-            for start, end in zip(
-                metrics["compute_start_s"].samples, metrics["compute_end_s"].samples, strict=True
-            )
+            for start, end in _spans(record, "compute")
             if min(end, last) > max(start, first)
         ]
         axes.broken_barh(pieces, (lane - 0.36, 0.72), facecolors=color)
@@ -109,13 +105,7 @@ def _draw_messages(
     if "message_start_s" not in record.metrics:
         return
     free_ms = 0.0
-    for number, (start, end) in enumerate(
-        zip(
-            record.metrics["message_start_s"].samples,
-            record.metrics["message_end_s"].samples,
-            strict=True,
-        )
-    ):
+    for number, (start, end) in enumerate(_spans(record, "message")):
         # Two may be in flight at once; the later one is drawn from where the other ends.
         start_ms, free_ms = max(1e3 * start, free_ms), max(1e3 * end, free_ms)
         color = _MESSAGE_COLORS[number % len(_MESSAGE_COLORS)]
@@ -128,10 +118,14 @@ def _draw_messages(
             linewidth=0.6,
         )
         if free_ms - start_ms > _SMALLEST_LABEL * end_ms and not predicted:
-            axes.text(
-                (start_ms + free_ms) / 2, lane, str(number), ha="center", va="center", fontsize=6,
-                color="white",
-            )  # fmt: skip
+            style = {"fontsize": 6, "color": "white"}
+            middle = (start_ms + free_ms) / 2
+            axes.text(middle, lane, str(number), style, ha="center", va="center")
+
+
+def _spans(record: Record, name: str) -> list[tuple[float, float]]:
+    starts, ends = (record.metrics[f"{name}_{side}_s"].samples for side in ("start", "end"))
+    return list(zip(starts, ends, strict=True))
 
 
 def _mark_exposed(axes: Axes, record: Record, height: float) -> None:
@@ -140,24 +134,14 @@ def _mark_exposed(axes: Axes, record: Record, height: float) -> None:
     if "message_end_s" not in metrics:
         return
     last = max(metrics["message_end_s"].samples)
-    pieces = zip(metrics["compute_start_s"].samples, metrics["compute_end_s"].samples, strict=True)
     shortest = _SHORTEST_WORK * metrics["drawn_step_s"].value
-    over = max(
-        (
-            end
-            for start, end in pieces
-            if end - start > shortest and start < metrics["backward_end_s"].value
-        ),
-        default=last,
-    )
-    axes.annotate(
-        "",
-        (1e3 * over, height),
-        (1e3 * last, height),
-        arrowprops={"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
-    )
-    exposed_ms = 1e3 * metrics["drawn_exposed_s"].value
-    axes.text(
-        1e3 * last, height, f"  exposed: {exposed_ms:.0f} ms", ha="left", va="center",
-        fontsize="x-small",
-    )  # fmt: skip
+    ends = [
+        end
+        for start, end in _spans(record, "compute")
+        if end - start > shortest and start < metrics["backward_end_s"].value
+    ]
+    over = max(ends, default=last)
+    arrow = {"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (1e3 * over, height), (1e3 * last, height), arrowprops=arrow)
+    text = f"  exposed: {1e3 * metrics['drawn_exposed_s'].value:.0f} ms"
+    axes.text(1e3 * last, height, text, ha="left", va="center", fontsize="x-small")

@@ -18,7 +18,7 @@ def implementations_table(records: Sequence[Record]) -> Table:
         if any(record.metrics and record.case["implementation"] == name for record in records)
     ]
     groups: dict[tuple[CaseValue, ...], dict[str, Record]] = {}
-    for record in records:
+    for record in sorted(records, key=_longest_last):
         case = record.case
         key = (case["dtype"], case["head_dim"], case["context"])
         groups.setdefault(key, {})[str(case["implementation"])] = record
@@ -35,19 +35,16 @@ def implementations_table(records: Sequence[Record]) -> Table:
                 *(_times(found.get(name)) for name in names),
                 *(_peak(found.get(name)) for name in names),
             )
-            for key, found in sorted(groups.items(), key=_longest_last)
+            for key, found in groups.items()
         ),
         caption=describe_fields(shared),
         notes=tuple(dict.fromkeys(record.reason for record in records if record.reason)),
     )
 
 
-def _longest_last(
-    key_and_records: tuple[tuple[CaseValue, ...], dict[str, Record]],
-) -> tuple[str, float, float]:
-    (dtype, _head_dim, _context), found = key_and_records
-    first = next(iter(found.values()))
-    return str(dtype), case_number(first, "head_dim"), case_number(first, "context")
+def _longest_last(record: Record) -> tuple[str, float, float]:
+    sizes = case_number(record, "head_dim"), case_number(record, "context")
+    return str(record.case["dtype"]), *sizes
 
 
 def _times(record: Record | None) -> str:
@@ -55,11 +52,8 @@ def _times(record: Record | None) -> str:
         return "-"
     if not record.metrics:
         return record.outcome.replace("_", " ")
-    passes = (record.metrics[f"{name}_time_s"].value * 1e3 for name in ("forward", "backward"))
-    return ", ".join(
-        f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
-        for milliseconds in passes
-    )
+    passes = [record.metrics[f"{name}_time_s"].value * 1e3 for name in ("forward", "backward")]
+    return ", ".join(f"{time:.3g}" if time < 1000 else f"{time:.0f}" for time in passes)
 
 
 def _peak(record: Record | None) -> str:
@@ -90,7 +84,7 @@ def kernels_table(records: Sequence[Record]) -> Table:
             (*(str(value) for value in key), *_kernel_cells(found)) for key, found in groups.items()
         ),
         caption=", ".join(
-            f"{field} {' and '.join(str(value) for value in _values(records, field))}"
+            f"{field} {' and '.join(dict.fromkeys(str(each.case[field]) for each in records))}"
             for field in _VARIANTS
             if field in varying
         ),
@@ -118,7 +112,3 @@ def _range(records: Sequence[Record], metric: str, form: str, *, scale: float = 
     values = [record.metrics[metric].value * scale for record in records]
     ends = dict.fromkeys(form.format(value) for value in (min(values), max(values)))
     return " to ".join(ends)
-
-
-def _values(records: Sequence[Record], field: str) -> list[CaseValue]:
-    return list(dict.fromkeys(record.case[field] for record in records))

@@ -32,12 +32,11 @@ def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Ta
     return Table(
         headers=(
             *_GROUPED_BY,
-            *("cases", "measured (ms)", "median error", "largest error"),
-            "inside interval",
+            *("cases", "measured (ms)", "median error", "largest error", "inside interval"),
         ),
         rows=(
             *((*key, *_summary(group)) for key, group in groups.items()),
-            *((*("all", "", ""), *_summary(held_out[:counted])),),
+            ("all", "", "", *_summary(held_out[:counted])),
         ),
         caption="Each case is predicted from a calibration and by what all other cases teach",
         notes=(summary_text(held_out[:counted]), *_harder_summaries(held_out[:counted])),

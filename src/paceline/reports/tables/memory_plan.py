@@ -16,13 +16,11 @@ def instants_text(instants: Mapping[str, MemoryParts]) -> str:
         for name in [*names, "total"]
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
 
 
 def _format(num_bytes: int) -> str:

@@ -9,8 +9,6 @@ from paceline.records.kinds import PREDICTION
 from paceline.reports.tables.table import Table
 from paceline.traces.records import ALL_OPERATORS
 
-_ATTENTION = ("attention_scores", "attention_softmax", "attention_values")
-
 
 def work_table(records: Sequence[Record], subject: str) -> Table:
     """Returns the share of each kind of work in every phase of a step."""
@@ -21,12 +19,8 @@ def work_table(records: Sequence[Record], subject: str) -> Table:
         if any(record.case["range"] == phase for record in rows)
     ]
     by_place = {(record.case["work"], record.case["range"]): record for record in rows}
-    kinds = list(
-        dict.fromkeys(
-            record.case["work"]
-            for record in sorted(rows, key=lambda record: -record.metrics["own_time_s"].value)
-        )
-    )
+    longest_first = sorted(rows, key=lambda record: -record.metrics["own_time_s"].value)
+    kinds = dict.fromkeys(record.case["work"] for record in longest_first)
     return Table(
         headers=("work", *(f"{phase}: ms, share" for phase in phases)),
         rows=tuple(
@@ -62,19 +56,16 @@ def operator_table(records: Sequence[Record], subject: str, range_name: str) -> 
 
 def attention_table(records: Sequence[Record], subject: str) -> Table:
     """Returns time and operations of the parts of attention in forward."""
-    rows = [
-        record
-        for record in _operators(records, subject, only_kinds=True)
-        if record.case["range"] in _ATTENTION
-    ]
-    sums = {
-        part: [
-            sum(record.metrics[name].value for record in rows if record.case["range"] == part)
-            for name in ("own_time_s", "flops")
+    sums: dict[str, tuple[float, float]] = {}
+    for part in ("attention_scores", "attention_softmax", "attention_values"):
+        found = [
+            record.metrics
+            for record in _operators(records, subject, only_kinds=True)
+            if record.case["range"] == part
         ]
-        for part in _ATTENTION
-        if any(record.case["range"] == part for record in rows)
-    }
+        if found:
+            seconds = sum(metrics["own_time_s"].value for metrics in found)
+            sums[part] = seconds, sum(metrics["flops"].value for metrics in found)
     return Table(
         headers=("part of attention", "time (ms)", "matmul FLOPs", "FLOP/s"),
         rows=tuple(
@@ -104,15 +95,9 @@ def flops_table(records: Sequence[Record]) -> Table:
             expected = record.metrics["flops"].value
             if not traced or not expected:
                 continue
-            rows.append(
-                (
-                    str(record.case["subject"]),
-                    str(record.case["range"]),
-                    format_decimal(traced, ""),
-                    format_decimal(expected, ""),
-                    f"{traced / expected:.4f}",
-                )
-            )
+            step = str(record.case["subject"]), str(record.case["range"])
+            flops = format_decimal(traced, ""), format_decimal(expected, "")
+            rows.append((*step, *flops, f"{traced / expected:.4f}"))
     return Table(
         headers=("step", "phase", "traced", "formula", "ratio"),
         rows=tuple(rows),

@@ -96,7 +96,7 @@ def runs_table(records: Sequence[Record]) -> Table:
     return Table(
         headers=(
             *("FLOPs", "parameters", "tokens", *names, "cost so far"),
-            *(["loss"] if has_losses else []),
+            *(("loss",) if has_losses else ()),
         ),
         rows=tuple(rows),
         caption=f"{len(rows)} runs",

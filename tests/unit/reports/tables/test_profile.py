@@ -3,13 +3,7 @@
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.reports.tables.profile import (
-    attention_table,
-    flops_table,
-    memory_table,
-    operator_table,
-    work_table,
-)
+from paceline.reports.tables import profile
 from tests.unit.record_factory import make_record, memory_record, prediction_of
 
 RECORDS = [
@@ -33,21 +27,21 @@ RECORDS = [
 
 
 def test_work_by_phase() -> None:
-    table = work_table(RECORDS, "s")
+    table = profile.work_table(RECORDS, "s")
     assert table.headers == ("work", "forward: ms, share", "optimizer: ms, share")
     assert table.rows[0] == ("elementwise", "-", "300.0, 25.0%")
     assert table.rows[1] == ("matmul", "200.0, 25.0%", "-")
     with pytest.raises(UsageError, match="no trace of 'other'"):
-        work_table(RECORDS, "other")
+        profile.work_table(RECORDS, "other")
 
 
 def test_operators_of_a_range() -> None:
-    (row,) = operator_table(RECORDS, "s", "forward").rows
+    (row,) = profile.operator_table(RECORDS, "s", "forward").rows
     assert row == ("aten::mm", "matmul", "3", "200.0", "25.0%")
 
 
 def test_the_parts_of_attention() -> None:
-    assert attention_table(RECORDS, "s").rows == (
+    assert profile.attention_table(RECORDS, "s").rows == (
         ("scores", "50.0", "1 G", "20 G"),
         ("softmax", "40.0", "-", "-"),
         ("values", "60.0", "1 G", "16.7 G"),
@@ -56,11 +50,11 @@ def test_the_parts_of_attention() -> None:
 
 def test_operations_beside_the_formula() -> None:
     records = [*RECORDS, prediction_of(RECORDS[0], {"flops": 1.6e9})]
-    assert flops_table(records).rows == (("s", "forward", "2 G", "1.6 G", "1.2500"),)
+    assert profile.flops_table(records).rows == (("s", "forward", "2 G", "1.6 G", "1.2500"),)
 
 
 def test_memory_beside_the_least_possible() -> None:
     measured = memory_record(phase="train", context=64, precision="float32")
-    (row,) = memory_table([measured, prediction_of(measured, {"peak_bytes": 2**20})]).rows
+    (row,) = profile.memory_table([measured, prediction_of(measured, {"peak_bytes": 2**20})]).rows
     assert row[:4] == ("train", "64", "float32", "6.00 MiB")
     assert row[-1] == "1.00 MiB"

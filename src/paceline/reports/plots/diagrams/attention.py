@@ -56,9 +56,5 @@ def _draw_tiles(axes: Axes, title: str) -> None:
 
 
 def _draw_walk(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate(
-        "",
-        xy=end,
-        xytext=start,
-        arrowprops={"arrowstyle": "-|>", "color": "white", "linewidth": 2.5},
-    )
+    arrow = {"arrowstyle": "-|>", "color": "white", "linewidth": 2.5}
+    axes.annotate("", xy=end, xytext=start, arrowprops=arrow)

@@ -1,6 +1,5 @@
 """Backward above communication on one axis of time."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -10,92 +9,54 @@ from paceline.accounting.communication.overlap_simulator import simulate_buckets
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _COMPUTE_COLOR = "#c9d3df"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Span:
-    """Something that takes from one moment to another."""
-
-    start: float
-    end: float
-    label: str
-    group: int = 0
-    """Spans of one group have one colour."""
-
-
-def draw_lanes(
-    axes: Axes, *, title: str, compute: Sequence[Span], communication: Sequence[Span]
-) -> None:
-    """Draws two lanes and marks what communication takes after the end of computing."""
-    for span in compute:
-        _draw_span(axes, 1.0, span, _COMPUTE_COLOR)
-    for span in communication:
-        _draw_span(axes, 0.0, span, COLORS[span.group % len(COLORS)])
-    over = compute[-1].end
-    end = max([over, *(span.end for span in communication)])
-    axes.axvline(over, color=GRAY, linestyle=":", linewidth=1)
-    axes.annotate(
-        "",
-        (over, -0.62),
-        (end, -0.62),
-        arrowprops={"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
-    )
-    axes.text((over + end) / 2, -0.68, "exposed", ha="center", va="top", fontsize="x-small")
-    axes.set_yticks([1.0, 0.0], ["backward", "communication"], fontsize="small")
-    axes.set_ylim(-1.15, 1.5)
-    axes.set_title(title, fontsize="small", loc="left")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
-def _draw_span(axes: Axes, lane: float, span: Span, color: str) -> None:
-    axes.barh(
-        lane,
-        span.end - span.start,
-        left=span.start,
-        height=0.7,
-        color=color,
-        edgecolor="white",
-        linewidth=1,
-    )
-    axes.text((span.start + span.end) / 2, lane, span.label, ha="center", va="center", fontsize=7)
+_NUM_LAYERS = 8
+# In units of one layer's backward: what a message takes by itself, and for each of its layers.
+_MESSAGE_TIME, _LAYER_TIME = 0.8, 0.4
 
 
 def plot_designs() -> Figure:
     """Draws the four containers for a model of eight equal layers, as the recurrence plays them."""
-    num_layers, line, call = 8, 0.4, 0.8
-    layers = list(range(num_layers, 0, -1))
-    compute = [
-        Span(start=index, end=index + 1, label=f"layer {layer}")
-        for index, layer in enumerate(layers)
-    ]
+    layers = list(range(_NUM_LAYERS, 0, -1))
     singles = [[layer] for layer in layers]
+    buckets = [[8], [7, 6], [5, 4], [3, 2], [1]]
     designs = {
         "naive: one message per parameter, one by one, when backward is over": (singles, False),
         "flat: one message, when backward is over": ([layers], False),
         "overlapped: one message per parameter, as soon as it is complete": (singles, True),
-        "bucketed: one message per bucket; the first and the last are small": (
-            [[8], [7, 6], [5, 4], [3, 2], [1]],
-            True,
-        ),
+        "bucketed: one message per bucket; the first and the last are small": (buckets, True),
     }
     figure = blank_figure("Four ways to average gradients", (8.0, 7.2))
-    for axes, (title, (messages, early)) in zip(
-        figure.subplots(len(designs), sharex=True), designs.items(), strict=True
-    ):
-        ready = [num_layers + 1 - min(message) if early else num_layers for message in messages]
-        seconds = [call + line * len(message) for message in messages]
-        timeline = simulate_buckets(ready, seconds, num_layers)
-        communication = [
-            Span(start=start, end=end, label=_layers_text(message), group=index)
-            for index, (message, start, end) in enumerate(
-                zip(messages, timeline.start_s, timeline.finish_s, strict=True)
-            )
-        ]
-        draw_lanes(axes, title=title, compute=compute, communication=communication)
+    panels = figure.subplots(len(designs), sharex=True)
+    for axes, (title, (messages, early)) in zip(panels, designs.items(), strict=True):
+        axes.set_title(title, fontsize="small", loc="left")
+        for start, layer in enumerate(layers):
+            _draw_span(axes, 1.0, start, start + 1, f"layer {layer}", _COMPUTE_COLOR)
+        _draw_messages(axes, messages, early=early)
+        axes.set_yticks([1.0, 0.0], ["backward", "communication"], fontsize="small")
+        axes.set_ylim(-1.15, 1.5)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time, in units of one layer's backward")
     return figure
 
 
-def _layers_text(layers: Sequence[int]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+def _draw_messages(axes: Axes, messages: Sequence[Sequence[int]], *, early: bool) -> None:
+    """Draws messages of layers, and marks what they take after the end of computing."""
+    ready = [_NUM_LAYERS + 1 - min(message) if early else _NUM_LAYERS for message in messages]
+    seconds = [_MESSAGE_TIME + _LAYER_TIME * len(message) for message in messages]
+    timeline = simulate_buckets(ready, seconds, _NUM_LAYERS)
+    spans = zip(messages, timeline.start_s, timeline.finish_s, strict=True)
+    for index, (message, start, end) in enumerate(spans):
+        label = str(message[0]) if len(message) == 1 else f"{message[0]}-{message[-1]}"
+        _draw_span(axes, 0.0, start, end, label, COLORS[index % len(COLORS)])
+    end = max(_NUM_LAYERS, *timeline.finish_s)
+    axes.axvline(_NUM_LAYERS, color=GRAY, linestyle=":", linewidth=1)
+    arrow = {"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (_NUM_LAYERS, -0.62), (end, -0.62), arrowprops=arrow)
+    middle = (_NUM_LAYERS + end) / 2
+    axes.text(middle, -0.68, "exposed", ha="center", va="top", fontsize="x-small")
+
+
+def _draw_span(axes: Axes, lane: float, start: float, end: float, label: str, color: str) -> None:
+    axes.barh(lane, end - start, 0.7, start, color=color, edgecolor="white", linewidth=1)
+    axes.text((start + end) / 2, lane, label, ha="center", va="center", fontsize=7)
