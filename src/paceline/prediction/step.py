@@ -83,9 +83,8 @@ def strategy_step_terms(
     world_size = calibration.world_size
     shards_state = strategy in SHARDED_STATE and world_size > 1
     bucket_copy_s = lost_s = exposed_s = 0.0
-    optimizer_s = (
-        sum(sizes) * calibration.optimizer_s_per_parameter / (world_size if shards_state else 1)
-    )
+    optimizer_s = sum(sizes) * calibration.optimizer_s_per_parameter
+    optimizer_s /= world_size if shards_state else 1
     if strategy != "none" and world_size > 1:
         passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
         bucket_copy_s = passes * sum(sizes) * calibration.copy_s_per_element
@@ -135,24 +134,18 @@ def _parameters(
     """Simulates buckets that are updated and all-gathered one by one, while forward follows."""
     buckets = [collective for collective in reversed(collectives) if collective.parameters]
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
-    work = [
-        ComputeSegment(seconds=optimizer_s * bucket.num_bytes / num_bytes) for bucket in buckets
-    ]
-    arrival = {
-        index: number
-        for number, bucket in enumerate(buckets, start=1)
-        for index in bucket.parameters
-    }
+    work, transfers = [], []
+    arrival: dict[int, int] = {}
+    for number, bucket in enumerate(buckets, start=1):
+        work.append(ComputeSegment(seconds=optimizer_s * bucket.num_bytes / num_bytes))
+        transfers.append(_transfer(_GATHER, bucket.num_bytes, number, calibration))
+        arrival |= dict.fromkeys(bucket.parameters, number)
     index = needs = 0
     for segment, time in zip(computing.segments, computing.forward, strict=True):
         for _ in segment.parameter_sizes:
             needs = max(needs, arrival[index])
             index += 1
         work.append(ComputeSegment(seconds=time.total_s, needs=needs))
-    transfers = [
-        _transfer(_GATHER, bucket.num_bytes, number, calibration)
-        for number, bucket in enumerate(buckets, start=1)
-    ]
     return simulate_overlap(work, transfers, wait_for_all=False)
 
 

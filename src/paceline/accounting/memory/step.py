@@ -149,16 +149,13 @@ def _gathered_bytes(
     if strategy not in SHARDED_PARAMETERS:
         return 0, 0
     block = sum(rows * columns for rows, columns in block_parameters(shape).values())
-    matrix = shape.vocab_size * shape.d_model
+    outside = shape.vocab_size * shape.d_model
     num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
     if strategy == "torch_fsdp2":
         # What is no block is one layer, which stays gathered.
-        outside = matrix * (1 if shape.tied_embeddings else 2) + shape.d_model
-        first, later = outside, outside + num_blocks * block
-    else:
-        if activation_checkpointing == "full":
-            # Blocks that have run again are freed only when backward is over.
-            num_blocks = shape.num_layers
-        first, later = matrix, matrix + num_blocks * block
+        outside = outside * (1 if shape.tied_embeddings else 2) + shape.d_model
+    elif activation_checkpointing == "full":
+        # Blocks that have run again are freed only when backward is over.
+        num_blocks = shape.num_layers
     element_bytes = bytes_per_element(precision.parameters)
-    return element_bytes * first, element_bytes * later
+    return element_bytes * outside, element_bytes * (outside + num_blocks * block)
