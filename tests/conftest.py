@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Not the operators of torch, which it compiles, nor the kernels of Triton, whose source it reads.
-CHECKED = ["paceline.kernels.attention.reference", "paceline.kernels.attention.tiled"]
+CHECKED = [f"paceline.kernels.attention.{name}" for name in ("inputs", "reference", "tiled")]
 
 with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.beartype"):
     import paceline.kernels

@@ -169,6 +169,7 @@ def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[
 
 
 def _launches(case: KernelCase) -> "dict[str, KernelLaunch]":
+    from paceline.kernels.attention.inputs import ForwardInputs
     from paceline.kernels.attention.triton.launch import launches_over
     from paceline.kernels.attention.triton.tile_sizes import choose_tilings
 
@@ -178,14 +179,14 @@ def _launches(case: KernelCase) -> "dict[str, KernelLaunch]":
         size = (1, count, length, case.head_dim)
         return torch.empty(size, dtype=TORCH_DTYPES[case.dtype], device="meta")
 
-    return launches_over(
-        heads(_NUM_KV_HEADS * case.group),
-        heads(_NUM_KV_HEADS),
-        heads(_NUM_KV_HEADS),
+    inputs = ForwardInputs(
+        query=heads(_NUM_KV_HEADS * case.group),
+        key=heads(_NUM_KV_HEADS),
+        value=heads(_NUM_KV_HEADS),
         diagonal=0 if case.mask == "causal" else None,
         scale=case.head_dim**-0.5,
-        tilings=choose_tilings(case.architecture, case.dtype, case.head_dim),
     )
+    return launches_over(inputs, choose_tilings(case.architecture, case.dtype, case.head_dim))
 
 
 def _resources(asm: Mapping[str, Any]) -> dict[str, float]:

@@ -27,12 +27,12 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _OLDEST_CAPABILITY = (8, 0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BackendChoice:
     """Which backend computes attention, and why."""
 
     backend: BackendName
-    """Its name."""
+    """Name of the backend."""
     reason: str
     """Why it and no other, in words."""
 
@@ -57,28 +57,20 @@ def explain_backend(
     """
     require_choice("attention", "backend", backend, AttentionBackend)
     if backend != "auto":
-        return BackendChoice(backend=backend, reason="it was asked for")
+        return BackendChoice(backend, "it was asked for")
     device = torch.device(device)
     if device.type == "cpu":
-        return BackendChoice(
-            backend="sdpa", reason="on CPUs torch's fused kernel is the fastest; Triton has none"
-        )
+        return BackendChoice("sdpa", "on CPUs torch's fused kernel is the fastest; Triton has none")
     if device.type != "cuda":
-        return BackendChoice(
-            backend="sdpa", reason=f"there are no kernels of ours for {device.type!r}"
-        )
+        return BackendChoice("sdpa", f"there are no kernels of ours for {device.type!r}")
     obstacle = _triton_obstacle(device)
     if dtype == torch.float64:
         obstacle = "they do not compute in float64"
     elif head_dim > LARGEST_HEAD_DIM:
         obstacle = f"they take heads of up to {LARGEST_HEAD_DIM} numbers, these have {head_dim}"
     if obstacle is not None:
-        return BackendChoice(
-            backend="sdpa", reason=f"the Triton kernels cannot be used: {obstacle}"
-        )
-    return BackendChoice(
-        backend="triton", reason="on CUDA devices the Triton kernels compute attention"
-    )
+        return BackendChoice("sdpa", f"the Triton kernels cannot be used: {obstacle}")
+    return BackendChoice("triton", "on CUDA devices the Triton kernels compute attention")
 
 
 @functools.cache  # It is asked in every layer of every step.
@@ -157,14 +149,14 @@ def flash_attention(
     chosen = explain_backend(
         query.device, dtype=query.dtype, head_dim=query.shape[-1], backend=backend
     ).backend
+    diagonal = causal_diagonal(query.shape[-2], key.shape[-2], causal=causal, align=causal_align)
     if chosen == "sdpa" and query.device.type != "cpu":
         if return_lse:
             raise UsageError(
                 f"attention: torch's fused attention on {query.device.type!r} does not return "
                 'the logarithms of the sums; use backend="triton" or "tiled", or return_lse=False'
             )
-        return _torch_attention(query, key, value, causal, scale, causal_align)
-    diagonal = causal_diagonal(query.shape[-2], key.shape[-2], causal=causal, align=causal_align)
+        return _torch_attention(query, key, value, diagonal, scale)
     output, lse = attention_op(query, key, value, diagonal, default_scale(query, scale), chosen)
     return (output, lse) if return_lse else output
 
@@ -210,29 +202,22 @@ def attention(
 
 
 def _torch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float | None,
-    causal_align: CausalAlign,
+    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float | None
 ) -> Tensor:
     """Lets torch choose among its kernels for the device; in float64 it stores the scores."""
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    diagonal = causal_diagonal(num_queries, num_keys, causal=causal, align=causal_align)
     # Queries that see nothing would be NaN there.
     num_blind = 0 if diagonal is None else max(0, -diagonal)
     mask = None
     if diagonal is not None and diagonal > 0:
         from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
 
-        mask = causal_lower_right(num_queries, num_keys)
+        mask = causal_lower_right(query.shape[-2], key.shape[-2])
     output = F.scaled_dot_product_attention(
         query[:, :, num_blind:],
         key,
         value,
         attn_mask=mask,
-        is_causal=causal and mask is None,
+        is_causal=diagonal is not None and mask is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs
 from paceline.kernels.attention.layout import causal_diagonal, default_scale
 from paceline.kernels.attention.op import BackendName, attend, attend_backward
 
@@ -26,17 +27,14 @@ class _AttentionFunction(torch.autograd.Function):
         cls, ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False
     ) -> Tensor:
         """Computes the output."""
-        ctx.options = {
-            "diagonal": causal_diagonal(
-                query.shape[-2], key.shape[-2], causal=is_causal, align="top_left"
-            ),
-            "scale": default_scale(query, None),
-            "backend": cls.backend,
-        }
-        output, lse = attend(
-            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), **ctx.options
+        num_queries, num_keys = query.shape[-2], key.shape[-2]
+        ctx.options = (
+            causal_diagonal(num_queries, num_keys, causal=is_causal, align="top_left"),
+            default_scale(query, None),
         )
-        output, lse = output.squeeze(1), lse.squeeze(1)
+        heads = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        results = attend(ForwardInputs(*heads, *ctx.options), cls.backend)
+        output, lse = (result.squeeze(1) for result in results)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -45,9 +43,11 @@ class _AttentionFunction(torch.autograd.Function):
     def backward(cls, ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of query, key and value."""
         query, key, value, output, lse = (tensor.unsqueeze(1) for tensor in ctx.saved_tensors)
-        gradients = attend_backward(
-            *(output_gradient.unsqueeze(1), None, query, key, value, output, lse), **ctx.options
+        diagonal, scale = ctx.options
+        inputs = BackwardInputs(
+            *(query, key, value, diagonal, scale), output, lse, output_gradient.unsqueeze(1), None
         )
+        gradients = attend_backward(inputs, cls.backend)
         return *(gradient.squeeze(1) for gradient in gradients), None
 
 

@@ -1,13 +1,9 @@
-"""What every backend of attention agrees on: where results lie in memory, and who sees whom.
+"""What every backend of attention agrees on: where results lie in memory, mask and scale.
 
 Tensors are (batch, heads, sequence, head_dim). The output lies in memory as the queries do;
 gradients lie token by token, the heads of a token side by side, because the step before
 attention splits the heads: with this order its backward copies nothing. Both are what torch's
 fused attention on CPUs does.
-
-The mask is one number, `diagonal`, as in torch.tril: key j is visible to query i where
-j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and the logarithm of
-an empty sum, -inf.
 """
 
 import math
@@ -50,10 +46,14 @@ def empty_lse(query: Tensor, backend: str) -> Tensor:
     return query.new_empty((batch, heads, sequence), dtype=dtype)
 
 
-def empty_like_heads(tensor: Tensor) -> Tensor:
-    """Allocates (batch, heads, sequence, head_dim), the heads of a token side by side."""
-    batch, heads, sequence, head_dim = tensor.shape
-    return tensor.new_empty((batch, sequence, heads, head_dim)).transpose(1, 2)
+def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates (batch, heads, sequence, head_dim) each, the heads of a token side by side."""
+
+    def like(tensor: Tensor) -> Tensor:
+        batch, heads, sequence, head_dim = tensor.shape
+        return tensor.new_empty((batch, sequence, heads, head_dim)).transpose(1, 2)
+
+    return like(query), like(key), like(value)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
+from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
 from paceline.kernels.attention.tiled import tiled_backward, tiled_forward
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,21 +42,24 @@ def plan_blocks(num_queries: int, num_keys: int, diagonal: int | None) -> list[M
     return [MaskBlock(0, 0, diagonal, causal=False), MaskBlock(0, diagonal, num_keys, causal=True)]
 
 
-def sdpa_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, diagonal: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output and the logarithm of each query's sum of exponentials."""
-    if scale <= 0:
-        return _tiled_instead(query, key, value, diagonal, scale)
-    query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
-    blocks = plan_blocks(query.shape[2], key.shape[2], diagonal)
+def sdpa_forward(inputs: ForwardInputs) -> Results:
+    """Returns the output and the logarithm of each query's sum of exponentials.
+
+    Where the scale is not positive the tiles of PyTorch compute them: the kernel multiplies -inf,
+    its mask, with the scale.
+    """
+    if inputs.scale <= 0:
+        output, lse = tiled_forward(inputs)
+        return output, empty_lse(inputs.query, "sdpa").copy_(lse)
+    query, key, value = _with_unit_stride(inputs.query, inputs.key, inputs.value)
+    blocks = plan_blocks(query.shape[2], key.shape[2], inputs.diagonal)
     results = [
         _forward(
             query[:, :, block.first_query :],
             key[:, :, block.first_key : block.end_key],
             value[:, :, block.first_key : block.end_key],
             is_causal=block.causal,
-            scale=scale,
+            scale=inputs.scale,
         )
         for block in blocks
     ]
@@ -67,73 +71,48 @@ def sdpa_forward(
     return output, lse
 
 
-def sdpa_backward(
-    output_gradient: Tensor,
-    lse_gradient: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def sdpa_backward(inputs: BackwardInputs) -> Gradients:
     """Returns the gradients of query, key and value.
 
     The kernel knows no gradient of the logarithms: with one, the tiles of PyTorch compute it.
     """
-    if lse_gradient is not None or scale <= 0:
-        return tiled_backward(
-            *(output_gradient, lse_gradient, query, key, value, output, lse),
-            diagonal=diagonal,
-            scale=scale,
+    if inputs.lse_gradient is not None or inputs.scale <= 0:
+        return tiled_backward(inputs)
+    tensors = inputs.output_gradient, inputs.query, inputs.key, inputs.value, inputs.output
+    output_gradient, query, key, value, output = _with_unit_stride(*tensors)
+
+    def block_gradients(block: MaskBlock) -> Gradients:
+        seeing = slice(block.first_query, None)
+        keys = slice(block.first_key, block.end_key)
+        gradients: Gradients = _backward(
+            output_gradient[:, :, seeing],
+            query[:, :, seeing],
+            key[:, :, keys],
+            value[:, :, keys],
+            output[:, :, seeing],
+            inputs.lse[:, :, seeing],
+            0.0,
+            block.causal,
+            scale=inputs.scale,
         )
-    tensors = [_with_unit_stride(tensor) for tensor in (output_gradient, query, key, value, output)]
-    blocks = plan_blocks(query.shape[2], key.shape[2], diagonal)
+        return gradients
+
+    blocks = plan_blocks(query.shape[2], key.shape[2], inputs.diagonal)
     if len(blocks) == 1 and blocks[0][:3] == (0, 0, key.shape[2]):
-        return _block_gradients(tensors, lse, blocks[0], scale)
-    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
+        return block_gradients(blocks[0])
+    gradients = empty_gradients(query, key, value)
     for gradient in gradients:
         gradient.zero_()
     for block in blocks:
         keys = slice(block.first_key, block.end_key)
-        of_query, of_key, of_value = _block_gradients(tensors, lse, block, scale)
+        of_query, of_key, of_value = block_gradients(block)
         gradients[0][:, :, block.first_query :] += of_query
         gradients[1][:, :, keys] = of_key
         gradients[2][:, :, keys] = of_value
     return gradients
 
 
-def _block_gradients(
-    tensors: Sequence[Tensor], lse: Tensor, block: MaskBlock, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    output_gradient, query, key, value, output = tensors
-    seeing = slice(block.first_query, None)
-    keys = slice(block.first_key, block.end_key)
-    gradients: tuple[Tensor, Tensor, Tensor] = _backward(
-        output_gradient[:, :, seeing],
-        query[:, :, seeing],
-        key[:, :, keys],
-        value[:, :, keys],
-        output[:, :, seeing],
-        lse[:, :, seeing],
-        0.0,
-        block.causal,
-        scale=scale,
-    )
-    return gradients
-
-
-def _tiled_instead(
-    query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Computes what the kernel cannot: it multiplies -inf, its mask, with the scale."""
-    output, lse = tiled_forward(query, key, value, diagonal=diagonal, scale=scale)
-    return output, empty_lse(query, "sdpa").copy_(lse)
-
-
-def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _below_blind(query: Tensor, results: Sequence[Results]) -> Results:
     """Puts the queries that see nothing before those that do."""
     output = empty_output(query).zero_()
     lse = empty_lse(query, "sdpa").fill_(float("-inf"))
@@ -143,7 +122,7 @@ def _below_blind(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tup
     return output, lse
 
 
-def _mixed(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _mixed(query: Tensor, results: Sequence[Results]) -> Results:
     """Joins the outputs over two disjoint sets of keys."""
     (first, first_lse), (second, second_lse) = results
     lse = torch.logaddexp(first_lse, second_lse, out=empty_lse(query, "sdpa"))
@@ -153,6 +132,6 @@ def _mixed(query: Tensor, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Ten
     return output, lse
 
 
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Copies a tensor whose heads are not contiguous: the kernel would read it wrongly."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """Copies tensors whose heads are not contiguous: the kernel would read them wrongly."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
+from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
 
 # Tiles of this size took the least time of those tried, on CPUs with 2 MiB of cache per core.
 _TILE_HEADS = 8
@@ -49,35 +49,20 @@ def plan_tiles(
         ]
 
 
-def tiled_forward(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch kv_heads keys head_dim"],
-    value: Float[Tensor, "batch kv_heads keys head_dim"],
-    *,
-    diagonal: int | None,
-    scale: float,
-) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+def tiled_forward(inputs: ForwardInputs) -> Results:
     """Returns the output and the logarithm of each query's sum of exponentials."""
-    output = empty_output(query)
-    lse = empty_lse(query, "tiled")
-    if diagonal is not None and diagonal < 0:
-        output[..., :-diagonal, :] = 0
-        lse[..., :-diagonal] = float("-inf")
-    for part in _parts(query, key, value, output, lse.unsqueeze(-1)):
-        _forward_part(*part, diagonal=diagonal, scale=scale)
+    output = empty_output(inputs.query)
+    lse = empty_lse(inputs.query, "tiled")
+    if inputs.diagonal is not None and inputs.diagonal < 0:
+        output[..., : -inputs.diagonal, :] = 0
+        lse[..., : -inputs.diagonal] = float("-inf")
+    for part in _parts(inputs.query, inputs.key, inputs.value, output, lse.unsqueeze(-1)):
+        _forward_part(part, inputs.diagonal, inputs.scale)
     return output, lse
 
 
-def _forward_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-) -> None:
+def _forward_part(part: tuple[Tensor, ...], diagonal: int | None, scale: float) -> None:
+    query, key, value, output, lse = part
     key, value = key.to(lse.dtype), value.to(lse.dtype)
     workspace = _empty_tile(query, key)
     for tiles in plan_tiles(query.shape[1], key.shape[1], query.shape[0], diagonal):
@@ -102,58 +87,26 @@ def _forward_part(
         lse[:, rows] = _ungrouped(total.log_().add_(largest), query)
 
 
-def tiled_backward(
-    output_gradient: Float[Tensor, "batch heads queries head_dim"],
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch kv_heads keys head_dim"],
-    value: Float[Tensor, "batch kv_heads keys head_dim"],
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    *,
-    diagonal: int | None,
-    scale: float,
-) -> tuple[
-    Float[Tensor, "batch heads queries head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-]:
+def tiled_backward(inputs: BackwardInputs) -> Gradients:
     """Returns the gradients of query, key and value."""
-    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
-    if diagonal is not None and diagonal < 0:
-        gradients[0][..., :-diagonal, :] = 0
+    gradients = empty_gradients(inputs.query, inputs.key, inputs.value)
+    if inputs.diagonal is not None and inputs.diagonal < 0:
+        gradients[0][..., : -inputs.diagonal, :] = 0
+    lse_gradient = inputs.lse_gradient
     if lse_gradient is None:
-        lse_gradient = lse.new_zeros(()).expand_as(lse)
+        lse_gradient = inputs.lse.new_zeros(()).expand_as(inputs.lse)
     parts = _parts(
-        query,
-        key,
-        value,
-        output,
-        output_gradient,
-        lse.unsqueeze(-1),
-        lse_gradient.unsqueeze(-1),
-        *gradients,
+        *(inputs.query, inputs.key, inputs.value, inputs.output, inputs.output_gradient),
+        *(inputs.lse.unsqueeze(-1), lse_gradient.unsqueeze(-1), *gradients),
     )
     for part in parts:
-        _backward_part(*part, diagonal=diagonal, scale=scale)
+        _backward_part(part, inputs.diagonal, inputs.scale)
     return gradients
 
 
-def _backward_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    output_gradient: Tensor,
-    lse: Tensor,
-    lse_gradient: Tensor,
-    query_gradient: Tensor,
-    key_gradient: Tensor,
-    value_gradient: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-) -> None:
+def _backward_part(part: tuple[Tensor, ...], diagonal: int | None, scale: float) -> None:
+    query, key, value, output, output_gradient, lse, lse_gradient, *part_gradients = part
+    query_gradient, key_gradient, value_gradient = part_gradients
     key, value = key.to(lse.dtype), value.to(lse.dtype)
     key_sum = key_gradient.zero_().to(lse.dtype)
     value_sum = value_gradient.zero_().to(lse.dtype)

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.attention import tiled
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs
 from paceline.kernels.attention.layout import empty_lse, empty_output
 from paceline.kernels.attention.op import find_backend
 from paceline.kernels.attention.sdpa import plan_blocks
@@ -34,11 +35,12 @@ def _assert_right(backend: str, case: Case, with_lse_gradient: bool) -> None:
     lse_gradient = torch.randn(inputs[0].shape[:-1], dtype=torch.float64) * with_lse_gradient
     expected = expected_results(inputs, case.diagonal, scale, output_gradient, lse_gradient)
     forward, backward = find_backend(backend)
-    output, lse = forward(*inputs, diagonal=case.diagonal, scale=scale)
+    output, lse = forward(ForwardInputs(*inputs, case.diagonal, scale))
+    given_lse_gradient = lse_gradient if with_lse_gradient else None
     gradients = backward(
-        *(output_gradient, lse_gradient if with_lse_gradient else None, *inputs, output, lse),
-        diagonal=case.diagonal,
-        scale=scale,
+        BackwardInputs(
+            *(*inputs, case.diagonal, scale), *(output, lse, output_gradient, given_lse_gradient)
+        )
     )
     for result, wanted in zip((output, lse, *gradients), expected, strict=True):
         torch.testing.assert_close(result, wanted, atol=1e-9 * case.magnitude, rtol=1e-9)
@@ -87,8 +89,8 @@ def test_lower_formats_err_no_more_than_twice_what_torch_does(
     torch_gradients = torch.autograd.grad(torch_output, low, output_gradient)
 
     forward, backward = find_backend(backend)
-    output, lse = forward(*inputs, diagonal=20, scale=0.2)
-    gradients = backward(output_gradient, None, *inputs, output, lse, diagonal=20, scale=0.2)
+    output, lse = forward(ForwardInputs(*inputs, 20, 0.2))
+    gradients = backward(BackwardInputs(*inputs, 20, 0.2, output, lse, output_gradient, None))
 
     def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
         return (result.double() - wanted).abs().max().item()

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.errors import ShapeError, UsageError
 from paceline.kernels import explain_backend, flash_attention, resolve_implementation
 from paceline.kernels.attention.api import AttentionBackend, _torch_attention, _triton_obstacle
+from paceline.kernels.attention.layout import causal_diagonal
 from paceline.kernels.attention.op import attention_backward_op, attention_op
 from tests.unit.kernels.attention.attention_cases import Case, expected_results
 
@@ -49,7 +50,8 @@ def test_torch_finds_no_fault_with_the_operators(backend: str, case: Case) -> No
     with torch.no_grad():
         output, lse = attention_op(*inputs, *options)
     for lse_gradient in (None, torch.zeros_like(lse)):
-        arguments = (torch.ones_like(output), lse_gradient, *inputs, output, lse, *options)
+        results = output, lse, torch.ones_like(output), lse_gradient
+        arguments = (*inputs, case.diagonal, 0.3, *results, backend)
         torch.library.opcheck(
             attention_backward_op, tuple(_detached(argument) for argument in arguments)
         )
@@ -280,7 +282,8 @@ def test_torchs_choice_on_other_devices_hides_and_zeroes_alike(
     align: Literal["top_left", "bottom_right"], num_queries: int, num_keys: int
 ) -> None:
     inputs = Case(num_queries=num_queries, num_keys=num_keys, group=2).inputs()
-    chosen = _torch_attention(*inputs, True, None, align)
+    diagonal = causal_diagonal(num_queries, num_keys, causal=True, align=align)
+    chosen = _torch_attention(*inputs, diagonal, None)
     torch.testing.assert_close(chosen, flash_attention(*inputs, causal=True, causal_align=align))
 
 

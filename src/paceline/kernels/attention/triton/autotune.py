@@ -23,11 +23,8 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from paceline.kernels.attention.triton.launch import (
-    KernelLaunch,
-    launches_over,
-    table_tilings,
-)
+from paceline.kernels.attention.inputs import ForwardInputs
+from paceline.kernels.attention.triton.launch import KernelLaunch, launches_over, table_tilings
 from paceline.kernels.attention.triton.tile_sizes import SMALLEST_BLOCK, Tiling, Tilings
 
 _LOGGER = logging.getLogger(__name__)
@@ -70,8 +67,9 @@ def _tuned(
     num_heads: int,
     num_kv_heads: int,
 ) -> Tilings:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = (
-        f"{_device_name(device)}, triton {triton.__version__}, {dtype}, head_dim {head_dim}, "
+        f"{name}, triton {triton.__version__}, {dtype}, head_dim {head_dim}, "
         f"{num_queries} x {num_keys}, heads {num_heads}/{num_kv_heads}, "
         f"{'causal' if causal else 'full'}"
     )
@@ -97,13 +95,17 @@ def _tuned(
 
 def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Measure) -> Tilings:
     """Times the candidates of each kernel in turn and returns the fastest."""
+    inputs = ForwardInputs(query, key, key, 0 if causal else None, query.shape[3] ** -0.5)
     best = table_tilings(query)
     for name in Tilings._fields:
-        times = {
-            tiling: seconds
-            for tiling in candidates(getattr(best, name))
-            if (seconds := _try(query, key, best._replace(**{name: tiling}), name, causal, measure))
-        }
+        times: dict[Tiling, float] = {}
+        for tiling in candidates(getattr(best, name)):
+            try:
+                launches = launches_over(inputs, best._replace(**{name: tiling}))
+                times[tiling] = measure(launches[name])
+            except (TritonError, RuntimeError) as error:
+                # Too large for this GPU or its compiler, which only trying tells.
+                _LOGGER.debug("%s of %s is left out: %s", tiling, name, error)
         if times:  # Else the table's stays.
             best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
     return best
@@ -120,28 +122,6 @@ def candidates(start: Tiling) -> Iterator[Tiling]:
     for num_stages in (1, 2, 3):
         if num_stages != start.num_stages:
             yield dataclasses.replace(start, num_stages=num_stages)
-
-
-def _try(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tilings: Tilings,
-    name: str,
-    causal: bool,
-    measure: Measure,
-) -> float | None:
-    try:
-        launches = launches_over(
-            *(query, key, key),
-            diagonal=0 if causal else None,
-            scale=query.shape[3] ** -0.5,
-            tilings=tilings,
-        )
-        return measure(launches[name])
-    except (TritonError, RuntimeError) as error:
-        # Too large for this GPU or its compiler, which only trying tells.
-        _LOGGER.debug("%s is left out: %s", tilings, error)
-        return None
 
 
 def _time_on_gpu(launch: KernelLaunch) -> float:
@@ -184,10 +164,6 @@ def _write_cache(kind: str, tilings: Tilings) -> None:
         part.replace(path)
     except OSError as error:
         _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _power_of_two(length: int) -> int:

@@ -3,6 +3,7 @@
 Checks the tensors, chooses tilings and launches the kernels.
 """
 
+import dataclasses
 import os
 
 import torch
@@ -10,7 +11,8 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
+from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
 from paceline.kernels.attention.triton.autotune import tuned_tilings
 from paceline.kernels.attention.triton.forward import attention_forward_kernel
 from paceline.kernels.attention.triton.launch import (
@@ -20,69 +22,32 @@ from paceline.kernels.attention.triton.launch import (
     forward_launch,
     table_tilings,
 )
-from paceline.kernels.attention.triton.tile_sizes import (
-    LARGEST_HEAD_DIM,
-    Tilings,
-)
+from paceline.kernels.attention.triton.tile_sizes import LARGEST_HEAD_DIM, Tilings
 
 
-def triton_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    tilings: Tilings | None = None,
-) -> tuple[Tensor, Tensor]:
+def triton_forward(inputs: ForwardInputs, tilings: Tilings | None = None) -> Results:
     """Returns the output and the logarithm of each query's sum of exponentials."""
-    _require_supported(query)
-    tilings = tilings or _tilings_for(query, key, causal=diagonal is not None)
-    output = empty_output(query)
-    lse = empty_lse(query, "triton")
-    if scale < 0:
-        # The kernel takes the largest product before it scales.
-        query, scale = -query, -scale
-    launch = forward_launch(
-        *(query, key, value, output, lse),
-        diagonal=diagonal,
-        scale=scale,
-        tiling=tilings.forward,
-    )
-    _run_beside(query, launch)
-    return output, lse
+    _require_supported(inputs.query)
+    tilings = tilings or _tilings_for(inputs)
+    results = empty_output(inputs.query), empty_lse(inputs.query, "triton")
+    if inputs.scale < 0:
+        # The kernel takes the largest score before it scales.
+        inputs = dataclasses.replace(inputs, query=-inputs.query, scale=-inputs.scale)
+    _run(inputs, forward_launch(inputs, results, tilings.forward))
+    return results
 
 
-def triton_backward(
-    output_gradient: Tensor,
-    lse_gradient: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    tilings: Tilings | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def triton_backward(inputs: BackwardInputs, tilings: Tilings | None = None) -> Gradients:
     """Returns the gradients of query, key and value; the same to the bit in every run."""
-    _require_supported(query)
-    tilings = tilings or _tilings_for(query, key, causal=diagonal is not None)
-    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
-    launches = backward_launches(
-        *(output_gradient, lse_gradient, query, key, value, output, lse, *gradients),
-        diagonal=diagonal,
-        scale=scale,
-        tilings=tilings,
-    )
-    _run_beside(query, *launches)
+    _require_supported(inputs.query)
+    gradients = empty_gradients(inputs.query, inputs.key, inputs.value)
+    _run(inputs, *backward_launches(inputs, gradients, tilings or _tilings_for(inputs)))
     return gradients
 
 
-def _run_beside(tensor: Tensor, *launches: KernelLaunch) -> None:
-    """Runs kernels in this order on the tensor's device, which need not be the current one."""
-    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+def _run(inputs: ForwardInputs, *launches: KernelLaunch) -> None:
+    """Runs kernels in this order on the inputs' device, which need not be the current one."""
+    with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
         for launch in launches:
             launch.run()
 
@@ -105,7 +70,7 @@ def _require_supported(query: Tensor) -> None:
         )
 
 
-def _tilings_for(query: Tensor, key: Tensor, *, causal: bool) -> Tilings:
+def _tilings_for(inputs: ForwardInputs) -> Tilings:
     if os.environ.get("PACELINE_AUTOTUNE") == "1":
-        return tuned_tilings(query, key, causal=causal)
-    return table_tilings(query)
+        return tuned_tilings(inputs.query, inputs.key, causal=inputs.diagonal is not None)
+    return table_tilings(inputs.query)

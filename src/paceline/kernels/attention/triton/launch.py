@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from paceline.core.errors import UsageError
 from paceline.core.specs import DType
-from paceline.kernels.attention.layout import empty_like_heads, empty_lse, empty_output
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
+from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
 from paceline.kernels.attention.triton.backward import (
     attention_delta_kernel,
     attention_key_value_gradient_kernel,
@@ -28,6 +29,8 @@ from paceline.kernels.attention.triton.tile_sizes import (
     choose_tilings,
     padded_head_dim,
 )
+
+Arguments = dict[str, Tensor | int | float | None]
 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _AXES = ("batch", "head", "row", "dim")
@@ -42,7 +45,7 @@ class KernelLaunch:
 
     kernel: Any
     num_programs: int
-    arguments: dict[str, Tensor | int | float | None]
+    arguments: Arguments
     """Values passed at run time, by parameter."""
     constants: dict[str, int | str]
     """Values known when the kernel is compiled, by parameter."""
@@ -93,52 +96,28 @@ def _is_divisible(argument: Tensor | int | float) -> bool:
     return isinstance(argument, int) and argument % _DIVISIBLE == 0
 
 
-def forward_launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    tiling: Tiling,
-) -> KernelLaunch:
+def forward_launch(inputs: ForwardInputs, results: Results, tiling: Tiling) -> KernelLaunch:
     """Describes the forward kernel's launch; the scale must not be negative."""
-    arguments, constants = _shared(query, key, value, diagonal, scale, tiling)
-    return KernelLaunch(
-        kernel=attention_forward_kernel,
-        num_programs=_num_tiles(query, tiling.block_queries),
-        arguments=arguments | _strided("output", output) | {"lse": lse},
-        constants=constants,
-        tiling=tiling,
+    output, lse = results
+    num_programs = _num_tiles(inputs.query, tiling.block_queries)
+    return _launch(
+        attention_forward_kernel, num_programs, inputs, tiling, {"lse": lse}, {"output": output}
     )
 
 
 def backward_launches(
-    output_gradient: Tensor,
-    lse_gradient: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    query_gradient: Tensor,
-    key_gradient: Tensor,
-    value_gradient: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    tilings: Tilings,
+    inputs: BackwardInputs, gradients: Gradients, tilings: Tilings
 ) -> tuple[KernelLaunch, KernelLaunch, KernelLaunch]:
     """Describes the launches of the backward kernels, which must run in this order."""
-    delta = torch.empty_like(lse)
-    from_above = _strided("output_gradient", output_gradient) | {"lse": lse, "delta": delta}
+    query, key, lse, lse_gradient = inputs.query, inputs.key, inputs.lse, inputs.lse_gradient
+    query_gradient, key_gradient, value_gradient = gradients
+    from_above = _strided(output_gradient=inputs.output_gradient)
+    from_above |= {"lse": lse, "delta": torch.empty_like(lse)}
     of_delta = KernelLaunch(
         kernel=attention_delta_kernel,
         num_programs=_num_tiles(query, _DELTA_TILING.block_queries),
         arguments=from_above
-        | _strided("output", output)
+        | _strided(output=inputs.output)
         | {
             "lse_gradient": None if lse_gradient is None else lse_gradient.contiguous(),
             "num_queries": query.shape[2],
@@ -148,82 +127,64 @@ def backward_launches(
         constants=_query_constants(query, _DELTA_TILING),
         tiling=_DELTA_TILING,
     )
-    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.key_value_gradient)
-    of_key_and_value = KernelLaunch(
-        kernel=attention_key_value_gradient_kernel,
-        num_programs=_num_tiles(key, tilings.key_value_gradient.block_keys),
-        arguments=arguments
-        | from_above
-        | _strided("key_gradient", key_gradient)
-        | _strided("value_gradient", value_gradient)
-        | {"scale": float(scale)},
-        constants=constants | {"IS_GROUPED": query.shape[1] != key.shape[1]},
-        tiling=tilings.key_value_gradient,
+    from_above["scale"] = float(inputs.scale)
+    of_key_and_value = _launch(
+        attention_key_value_gradient_kernel,
+        _num_tiles(key, tilings.key_value_gradient.block_keys),
+        inputs,
+        tilings.key_value_gradient,
+        from_above,
+        {"key_gradient": key_gradient, "value_gradient": value_gradient},
+        IS_GROUPED=query.shape[1] != key.shape[1],
     )
-    arguments, constants = _shared(query, key, value, diagonal, scale, tilings.query_gradient)
-    of_query = KernelLaunch(
-        kernel=attention_query_gradient_kernel,
-        num_programs=_num_tiles(query, tilings.query_gradient.block_queries),
-        arguments=arguments
-        | from_above
-        | _strided("query_gradient", query_gradient)
-        | {"scale": float(scale)},
-        constants=constants,
-        tiling=tilings.query_gradient,
+    of_query = _launch(
+        attention_query_gradient_kernel,
+        _num_tiles(query, tilings.query_gradient.block_queries),
+        inputs,
+        tilings.query_gradient,
+        from_above,
+        {"query_gradient": query_gradient},
     )
     return of_delta, of_key_and_value, of_query
 
 
-def launches_over(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    tilings: Tilings,
-) -> dict[str, KernelLaunch]:
+def launches_over(inputs: ForwardInputs, tilings: Tilings) -> dict[str, KernelLaunch]:
     """Describes every kernel's launch by its name, with results that nobody reads.
 
     It is what compiling or timing a kernel takes; the queries stand in for the output's gradient.
     """
-    output, lse = empty_output(query), empty_lse(query, "triton").zero_()
-    gradients = empty_like_heads(query), empty_like_heads(key), empty_like_heads(value)
-    forward = forward_launch(
-        query, key, value, output, lse, diagonal=diagonal, scale=scale, tiling=tilings.forward
+    query = inputs.query
+    results = empty_output(query), empty_lse(query, "triton").zero_()
+    backward = BackwardInputs(
+        **vars(inputs), output=results[0], lse=results[1], output_gradient=query, lse_gradient=None
     )
-    of_delta, of_key_and_value, of_query = backward_launches(
-        *(query, None, query, key, value, output, lse, *gradients),
-        diagonal=diagonal,
-        scale=scale,
-        tilings=tilings,
-    )
+    gradients = empty_gradients(query, inputs.key, inputs.value)
+    of_delta, of_key_and_value, of_query = backward_launches(backward, gradients, tilings)
     return {
-        "forward": forward,
+        "forward": forward_launch(inputs, results, tilings.forward),
         "delta": of_delta,
         "key_value_gradient": of_key_and_value,
         "query_gradient": of_query,
     }
 
 
-def _shared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    diagonal: int | None,
-    scale: float,
+def _launch(
+    kernel: Any,
+    num_programs: int,
+    inputs: ForwardInputs,
     tiling: Tiling,
-) -> tuple[dict[str, Tensor | int | float | None], dict[str, int | str]]:
-    """Returns the arguments and constants that all kernels with scores have in common."""
+    arguments: Arguments,
+    results: dict[str, Tensor],
+    **constants: int | str,
+) -> KernelLaunch:
+    """Describes the launch of a kernel that computes scores: those share most of what they take."""
+    query, key, diagonal = inputs.query, inputs.key, inputs.diagonal
     num_heads, num_queries, head_dim = query.shape[1:]
     num_keys = key.shape[2]
     # From here on the diagonal hides nothing; where it hides everything, farther means the same.
     is_causal = diagonal is not None and diagonal < num_keys - 1
-    arguments: dict[str, Tensor | int | float | None] = {
-        **_strided("query", query),
-        **_strided("key", key),
-        **_strided("value", value),
-        "scale_log2": scale * math.log2(math.e),
+    shared_arguments = _strided(query=query, key=key, value=inputs.value, **results) | {
+        "scale_log2": inputs.scale * math.log2(math.e),
         "num_queries": num_queries,
         "num_keys": num_keys,
         "diagonal": max(cast(int, diagonal), -num_queries) if is_causal else 0,
@@ -231,13 +192,19 @@ def _shared(
         "group": num_heads // key.shape[1],
         "head_dim": head_dim,
     }
-    constants = _query_constants(query, tiling) | {
+    shared_constants = _query_constants(query, tiling) | {
         "BLOCK_KEYS": tiling.block_keys,
         "IS_CAUSAL": is_causal,
         "EVEN_KEYS": num_keys % tiling.block_keys == 0,
         "INPUT_PRECISION": _input_precision(query.dtype),
     }
-    return arguments, constants
+    return KernelLaunch(
+        kernel=kernel,
+        num_programs=num_programs,
+        arguments=shared_arguments | arguments,
+        constants=shared_constants | constants,
+        tiling=tiling,
+    )
 
 
 def _query_constants(query: Tensor, tiling: Tiling) -> dict[str, int | str]:
@@ -251,17 +218,22 @@ def _query_constants(query: Tensor, tiling: Tiling) -> dict[str, int | str]:
     }
 
 
-def _strided(name: str, tensor: Tensor) -> dict[str, Tensor | int | float | None]:
-    """Returns a tensor and its strides as the arguments that all kernels name alike."""
-    within_tile = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
-    if sum(min(size, _LONGEST_SIDE) * stride for size, stride in within_tile) >= 2**31:
-        # The kernels count in 32 bits inside a tile; only the way to the tile is counted in 64.
-        raise UsageError(
-            f"neighbouring rows of {name} lie too far apart, its strides are {tensor.stride()}; "
-            "make it contiguous"
-        )
-    strides = zip(_AXES, tensor.stride(), strict=True)
-    return {name: tensor} | {f"{name}_{axis}_stride": stride for axis, stride in strides}
+def _strided(**tensors: Tensor) -> Arguments:
+    """Returns tensors and their strides as the arguments that all kernels name alike."""
+    arguments: Arguments = {}
+    for name, tensor in tensors.items():
+        strides = tensor.stride()
+        within_tile = zip(tensor.shape[2:], strides[2:], strict=True)
+        if sum(min(size, _LONGEST_SIDE) * stride for size, stride in within_tile) >= 2**31:
+            # The kernels count in 32 bits inside a tile; only the way to the tile is counted in 64.
+            raise UsageError(
+                f"neighbouring rows of {name} lie too far apart, its strides are {strides}; "
+                "make it contiguous"
+            )
+        arguments[name] = tensor
+        for axis, stride in zip(_AXES, strides, strict=True):
+            arguments[f"{name}_{axis}_stride"] = stride
+    return arguments
 
 
 def _num_tiles(tensor: Tensor, block: int) -> int:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from paceline.kernels.attention.inputs import ForwardInputs
 from paceline.kernels.attention.triton import autotune
 from paceline.kernels.attention.triton.autotune import cache_path, candidates, search, tuned_tilings
 from paceline.kernels.attention.triton.backend import triton_forward
@@ -120,10 +121,10 @@ def test_a_cache_that_cannot_be_written_is_told(
 
 def test_attention_asks_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "_time_on_gpu", _seconds)
-    inputs = [tensor.to(torch.float32) for tensor in (QUERY, KEY, KEY)]
-    plain, _ = triton_forward(*inputs, diagonal=0, scale=0.25)
+    inputs = ForwardInputs(QUERY, KEY, KEY, diagonal=0, scale=0.25)
+    plain, _ = triton_forward(inputs)
     assert not cache_path().exists()
     monkeypatch.setenv("PACELINE_AUTOTUNE", "1")
-    tuned, _ = triton_forward(*inputs, diagonal=0, scale=0.25)
+    tuned, _ = triton_forward(inputs)
     assert cache_path().exists()
     torch.testing.assert_close(tuned, plain)

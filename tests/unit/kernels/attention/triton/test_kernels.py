@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core.errors import UsageError
+from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs
 from paceline.kernels.attention.triton import backend, launch
 from paceline.kernels.attention.triton.backend import triton_backward, triton_forward
 from paceline.kernels.attention.triton.tile_sizes import Tiling, Tilings
@@ -126,13 +127,12 @@ def _run(
     lse_gradient: Tensor | None,
     case: Case,
 ) -> Results:
-    options: dict[str, Any] = {
-        "diagonal": case.diagonal,
-        "scale": case.scale,
-        "tilings": case.tilings,
-    }
-    output, lse = triton_forward(*inputs, **options)
-    gradients = triton_backward(output_gradient, lse_gradient, *inputs, output, lse, **options)
+    forward = ForwardInputs(*inputs, case.diagonal, case.scale)
+    output, lse = triton_forward(forward, case.tilings)
+    backward = BackwardInputs(
+        *(*inputs, case.diagonal, case.scale), *(output, lse, output_gradient, lse_gradient)
+    )
+    gradients = triton_backward(backward, case.tilings)
     return Results(output=output, lse=lse, gradients=gradients)
 
 
@@ -291,12 +291,9 @@ def test_backward_is_the_same_to_the_bit(tilings: Tilings) -> None:
 def test_backward_of_many_tiles_is_the_same_to_the_bit() -> None:
     inputs = [torch.randn(4, 16, 4096, 64, device=DEVICE).to(torch.bfloat16) for _ in range(4)]
     query, key, value, output_gradient = inputs
-    options: dict[str, Any] = {"diagonal": 0, "scale": 0.125}
-    output, lse = triton_forward(query, key, value, **options)
-    first, second = (
-        triton_backward(output_gradient, None, query, key, value, output, lse, **options)
-        for _ in range(2)
-    )
+    output, lse = triton_forward(ForwardInputs(query, key, value, 0, 0.125))
+    backward = BackwardInputs(query, key, value, 0, 0.125, output, lse, output_gradient, None)
+    first, second = (triton_backward(backward) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
@@ -333,26 +330,25 @@ def test_offsets_of_more_than_32_bits() -> None:
     near = torch.randn(1, 1, 300, 16, device=DEVICE).to(torch.float16)
     far.copy_(near)
     key, value = torch.randn(2, 1, 1, 16, 16, device=DEVICE).to(torch.float16)
-    options: dict[str, Any] = {"diagonal": None, "scale": 1.0, "tilings": SQUARE}
-    expected = triton_forward(near, key, value, **options)
-    for one, other in zip(triton_forward(far, key, value, **options), expected, strict=True):
+    expected = triton_forward(ForwardInputs(near, key, value, None, 1.0), SQUARE)
+    results = triton_forward(ForwardInputs(far, key, value, None, 1.0), SQUARE)
+    for one, other in zip(results, expected, strict=True):
         assert torch.equal(one, other)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any) -> None:
         query = torch.empty(shape, dtype=dtype, **options)
-        triton_forward(query, query, query, diagonal=None, scale=1.0, tilings=SQUARE)
+        triton_forward(ForwardInputs(query, query, query, None, 1.0), SQUARE)
 
     with pytest.raises(UsageError, match="float64"):
         attend((1, 1, 16, 16), torch.float64)
     with pytest.raises(UsageError, match="up to 256 numbers, got 257"):
         attend((1, 1, 16, 257))
     far = torch.empty(1, 1, 2**23, 16, device="meta").as_strided((1, 1, 256, 16), (1, 1, 2**23, 1))
+    inputs = ForwardInputs(far, far, far, None, 1.0)
     with pytest.raises(UsageError, match="rows of query lie too far apart"):
-        launch.forward_launch(
-            *[far] * 4, far[..., 0], diagonal=None, scale=1.0, tiling=SQUARE.forward
-        )
+        launch.forward_launch(inputs, (far, far[..., 0]), SQUARE.forward)
     compiled = triton.JITFunction(_run)
     monkeypatch.setattr(backend, "attention_forward_kernel", compiled)
     with pytest.raises(UsageError, match=r'on cpu; use backend="sdpa" or "tiled"'):
