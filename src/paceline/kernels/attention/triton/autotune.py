@@ -25,7 +25,12 @@ from triton.errors import TritonError
 
 from paceline.kernels.attention.inputs import ForwardInputs
 from paceline.kernels.attention.triton.launch import KernelLaunch, launches_over, table_tilings
-from paceline.kernels.attention.triton.tile_sizes import SMALLEST_BLOCK, Tiling, Tilings
+from paceline.kernels.attention.triton.tile_sizes import (
+    SMALLEST_BLOCK,
+    Tiling,
+    Tilings,
+    padded_size,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
@@ -41,32 +46,24 @@ def cache_path() -> pathlib.Path:
 
 def tuned_tilings(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Tilings:
     """Returns the fastest tilings for such tensors, from the cache or by trying."""
-    return _tuned(
-        query.device,
-        query.dtype,
-        query.shape[3],
-        _power_of_two(query.shape[2]),
-        _power_of_two(key.shape[2]),
-        causal,
-        num_sequences=min(query.shape[0], _MAX_SEQUENCES),
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-    )
+    return _tuned(query.device, query.dtype, _size_tried(query), _size_tried(key), causal)
+
+
+def _size_tried(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    batch, heads, length, head_dim = tensor.shape
+    return min(batch, _MAX_SEQUENCES), heads, padded_size(length), head_dim
 
 
 @functools.cache
 def _tuned(
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
-    num_queries: int,
-    num_keys: int,
+    query_size: tuple[int, int, int, int],
+    key_size: tuple[int, int, int, int],
     causal: bool,
-    *,
-    num_sequences: int,
-    num_heads: int,
-    num_kv_heads: int,
 ) -> Tilings:
+    _, num_heads, num_queries, head_dim = query_size
+    _, num_kv_heads, num_keys, _ = key_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = (
         f"{name}, triton {triton.__version__}, {dtype}, head_dim {head_dim}, "
@@ -79,12 +76,10 @@ def _tuned(
             return found
         # Of its own, so that what a program draws afterwards does not depend on a search.
         generator = torch.Generator(device).manual_seed(0)
-
-        def draw(heads: int, length: int) -> torch.Tensor:
-            size = (num_sequences, heads, length, head_dim)
-            return torch.randn(size, device=device, generator=generator).to(dtype)
-
-        query, key = draw(num_heads, num_queries), draw(num_kv_heads, num_keys)
+        query, key = (
+            torch.randn(size, device=device, generator=generator).to(dtype)
+            for size in (query_size, key_size)
+        )
         # Kernels are launched on the current device, which may be another.
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             tilings = search(query, key, causal=causal, measure=_time_on_gpu)
@@ -164,7 +159,3 @@ def _write_cache(kind: str, tilings: Tilings) -> None:
         part.replace(path)
     except OSError as error:
         _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
-
-
-def _power_of_two(length: int) -> int:
-    return max(SMALLEST_BLOCK, 1 << (length - 1).bit_length())

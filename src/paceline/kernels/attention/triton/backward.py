@@ -17,6 +17,7 @@ from paceline.kernels.attention.triton.schedule import (
     key_stages,
     load_row_values,
     load_tile,
+    own_tile,
     query_stages,
     store_tile,
     visible_pairs,
@@ -36,12 +37,7 @@ def attention_delta_kernel(
     EVEN_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Computes delta = rowsum(dO * O) - the logarithm's gradient, for one tile of queries."""
-    num_tiles = tl.cdiv(num_queries, BLOCK_QUERIES)
-    program = tl.program_id(0)
-    first_query = program % num_tiles * BLOCK_QUERIES
-    matrix = program // num_tiles
-    batch = (matrix // num_heads).to(tl.int64)
-    head = (matrix % num_heads).to(tl.int64)
+    first_query, matrix, batch, head = own_tile(num_queries, num_heads, BLOCK_QUERIES, False)
     output += batch * output_batch_stride + head * output_head_stride
     output_gradient += batch * output_gradient_batch_stride + head * output_gradient_head_stride
     row_offset = matrix.to(tl.int64) * num_queries
@@ -167,13 +163,7 @@ def attention_key_value_gradient_kernel(
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values, from all heads that share it."""
     # The first keys are seen by most queries: here the heaviest tiles start first by themselves.
-    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
-    program = tl.program_id(0)
-    first_key = program % num_tiles * BLOCK_KEYS
-    matrix = program // num_tiles
-    num_key_heads = num_heads // group
-    batch = (matrix // num_key_heads).to(tl.int64)
-    key_head = (matrix % num_key_heads).to(tl.int64)
+    first_key, _, batch, key_head = own_tile(num_keys, num_heads // group, BLOCK_KEYS, False)
     key += batch * key_batch_stride + key_head * key_head_stride
     value += batch * value_batch_stride + key_head * value_head_stride
     key_gradient += batch * key_gradient_batch_stride + key_head * key_gradient_head_stride
@@ -287,13 +277,7 @@ def attention_query_gradient_kernel(
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradient of one tile of queries of one head."""
-    # As in the forward kernel, the last tiles see most and start first.
-    num_tiles = tl.cdiv(num_queries, BLOCK_QUERIES)
-    program = tl.program_id(0)
-    first_query = (num_tiles - 1 - program % num_tiles) * BLOCK_QUERIES
-    matrix = program // num_tiles
-    batch = (matrix // num_heads).to(tl.int64)
-    head = (matrix % num_heads).to(tl.int64)
+    first_query, matrix, batch, head = own_tile(num_queries, num_heads, BLOCK_QUERIES, True)
     query += batch * query_batch_stride + head * query_head_stride
     key += batch * key_batch_stride + head // group * key_head_stride
     value += batch * value_batch_stride + head // group * value_head_stride

@@ -17,6 +17,7 @@ import triton.language as tl
 from paceline.kernels.attention.triton.schedule import (
     key_stages,
     load_tile,
+    own_tile,
     store_tile,
     visible_pairs,
 )
@@ -87,14 +88,7 @@ def attention_forward_kernel(
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of queries of one head: its output and its logarithms of sums."""
-    # A head's tiles are neighbours, so that its keys and values stay in the cache; the last
-    # tiles see most and start first, so that no long one is left over at the end.
-    num_tiles = tl.cdiv(num_queries, BLOCK_QUERIES)
-    program = tl.program_id(0)
-    first_query = (num_tiles - 1 - program % num_tiles) * BLOCK_QUERIES
-    matrix = program // num_tiles
-    batch = (matrix // num_heads).to(tl.int64)
-    head = (matrix % num_heads).to(tl.int64)
+    first_query, matrix, batch, head = own_tile(num_queries, num_heads, BLOCK_QUERIES, True)
     query += batch * query_batch_stride + head * query_head_stride
     key += batch * key_batch_stride + head // group * key_head_stride
     value += batch * value_batch_stride + head // group * value_head_stride

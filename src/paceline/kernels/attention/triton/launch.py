@@ -27,7 +27,7 @@ from paceline.kernels.attention.triton.tile_sizes import (
     Tiling,
     Tilings,
     choose_tilings,
-    padded_head_dim,
+    padded_size,
 )
 
 Arguments = dict[str, Tensor | int | float | None]
@@ -209,7 +209,7 @@ def _launch(
 
 def _query_constants(query: Tensor, tiling: Tiling) -> dict[str, int | str]:
     num_queries, head_dim = query.shape[2:]
-    width = padded_head_dim(head_dim)
+    width = padded_size(head_dim)
     return {
         "BLOCK_QUERIES": tiling.block_queries,
         "BLOCK_HEAD_DIM": width,

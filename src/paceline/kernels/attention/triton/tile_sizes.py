@@ -38,9 +38,9 @@ class Tilings(NamedTuple):
     """Tiling of the kernel that computes the gradient of queries."""
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Returns the width of a tile: the next power of two that tensor cores can multiply."""
-    return max(SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length())
+def padded_size(size: int) -> int:
+    """Returns the next power of two that tensor cores can multiply."""
+    return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
 def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:
@@ -51,7 +51,7 @@ def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:
     same reason. Architectures before sm80 are refused: they cannot multiply bfloat16.
     """
     rows = _TABLE[_family(architecture), bytes_per_element(dtype)]
-    width = padded_head_dim(head_dim)
+    width = padded_size(head_dim)
     return next(rows[limit] for limit in sorted(rows) if width <= limit)
 
 
@@ -106,11 +106,6 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
         128: Tilings(Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)),
         256: Tilings(Tiling(64, 64, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
-    ("sm100", 4): {
-        64: Tilings(Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        128: Tilings(Tiling(64, 16, 8, 2), Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 2)),
-        256: Tilings(Tiling(32, 32, 8, 2), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
-    },
     ("gfx942", 2): {
         64: Tilings(Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),
         128: Tilings(Tiling(128, 64, 4, 1), Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1)),
@@ -122,4 +117,5 @@ _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
         256: Tilings(Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1)),
     },
 }
+_TABLE["sm100", 4] = _TABLE["sm90", 4]
 _ARCHITECTURES = {architecture for architecture, _ in _TABLE}
