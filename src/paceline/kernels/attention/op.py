@@ -57,8 +57,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "attention_backward(Tensor query, Tensor key, Tensor value, SymInt? diagonal, float scale, "
-    "Tensor output, Tensor lse, Tensor output_gradient, Tensor? lse_gradient, str backend)"
+    "attention_backward(Tensor output_gradient, Tensor? lse_gradient, Tensor query, Tensor key, "
+    "Tensor value, Tensor output, Tensor lse, SymInt? diagonal, float scale, str backend)"
     " -> (Tensor query_gradient, Tensor key_gradient, Tensor value_gradient)",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -86,7 +86,9 @@ def attend_backward(inputs: BackwardInputs, backend: str) -> Gradients:
     return find_backend(backend).backward(inputs)
 
 
-# Torch calls what follows with the arguments of the schemas above: the bundles are made here.
+# Torch calls what follows with the arguments of the schemas above: the bundles are made here. The
+# schemas' order stays: torch.compile keeps graphs on disk that call the backward operator, and
+# finds them again by the forward graph alone.
 
 
 def _attend(*inputs_and_backend: Any) -> Results:
@@ -95,16 +97,18 @@ def _attend(*inputs_and_backend: Any) -> Results:
 
 
 def _attend_backward(*inputs_and_backend: Any) -> Gradients:
-    *inputs, backend = inputs_and_backend
-    return attend_backward(BackwardInputs(*inputs), backend)
+    output_gradient, lse_gradient, query, key, value, *others = inputs_and_backend
+    output, lse, diagonal, scale, backend = others
+    upstream = output, lse, output_gradient, lse_gradient
+    return attend_backward(BackwardInputs(query, key, value, diagonal, scale, *upstream), backend)
 
 
 def _shapes_of_results(query: Tensor, *others: Any) -> Results:
     return empty_output(query), empty_lse(query, others[-1])
 
 
-def _shapes_of_gradients(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> Gradients:
-    return empty_gradients(query, key, value)
+def _shapes_of_gradients(*inputs_and_backend: Any) -> Gradients:
+    return empty_gradients(*inputs_and_backend[2:5])
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -118,8 +122,8 @@ def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-d
     if output_gradient is None:
         output_gradient = torch.zeros_like(output)
     gradients = attention_backward_op(
-        *(query, key, value, ctx.diagonal, ctx.scale),
-        *(output, lse, output_gradient, lse_gradient, ctx.backend),
+        *(output_gradient, lse_gradient, query, key, value, output, lse),
+        *(ctx.diagonal, ctx.scale, ctx.backend),
     )
     return *gradients, None, None, None
 

@@ -50,8 +50,7 @@ def test_torch_finds_no_fault_with_the_operators(backend: str, case: Case) -> No
     with torch.no_grad():
         output, lse = attention_op(*inputs, *options)
     for lse_gradient in (None, torch.zeros_like(lse)):
-        results = output, lse, torch.ones_like(output), lse_gradient
-        arguments = (*inputs, case.diagonal, 0.3, *results, backend)
+        arguments = (torch.ones_like(output), lse_gradient, *inputs, output, lse, *options)
         torch.library.opcheck(
             attention_backward_op, tuple(_detached(argument) for argument in arguments)
         )
