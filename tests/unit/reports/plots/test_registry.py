@@ -64,14 +64,13 @@ def texts(labels: Iterable[Any]) -> list[str]:
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *TRACED, *MEMORY]
-    contents = []
-    for attempt in ("first", "second"):
-        paths = save_figure(draw(name, records), tmp_path / attempt, name)
-        assert [path.suffix for path in paths] == [".png", ".svg"]
-        contents.append([path.read_bytes() for path in paths])
-    assert contents[0][0].startswith(b"\x89PNG")
-    assert b"<svg" in contents[0][1]
-    assert contents[0] == contents[1]
+    first, second = (
+        {path.suffix: path.read_bytes() for path in save_figure(draw(name, records), folder, name)}
+        for folder in (tmp_path / "first", tmp_path / "second")
+    )
+    assert first[".png"].startswith(b"\x89PNG")
+    assert b"<svg" in first[".svg"]
+    assert first == second
 
 
 def test_only_what_can_be_compared_is_offered() -> None:

@@ -65,16 +65,13 @@ def test_a_prediction_stands_with_its_error_beside_the_case_that_it_is_of() -> N
     other = optimizer_record("torch_ddp", (1, 1, 1, 1, 1), is_prediction=True, batch=99)
     joined = with_predictions(MEASURED_MEMORY, [*MEASURED_MEMORY, PREDICTED_MEMORY, other])
     assert joined[0] == MEASURED_MEMORY[0]
-    rows = rows_by_header(records_table(joined))
-    first = {"strategy": "torch_ddp", "step (ms)": "300 ± 100", "before step": "200.00 MiB"}
-    assert first | {"predicted": "n/a", "error": "n/a"} == {
-        name: rows[0][name] for name in (*first, "predicted", "error")
-    }
-    second = {"optimizer state": "40.00 MiB", "predicted": "152.00 MiB", "error": "-5.00%"}
-    assert second == {name: rows[1][name] for name in second}
-    in_memory_view = rows_by_header(records_table(joined, "memory"))[1]
-    assert in_memory_view["after init"] == "160.00 MiB"
-    assert in_memory_view["predicted after step"] == "152.00 MiB"
+    first, second = rows_by_header(records_table(joined))
+    measured = {"strategy": "torch_ddp", "step (ms)": "300 ± 100", "before step": "200.00 MiB"}
+    assert first == {**first, **measured, "predicted": "n/a", "error": "n/a"}
+    predicted = {"optimizer state": "40.00 MiB", "predicted": "152.00 MiB", "error": "-5.00%"}
+    assert second == {**second, **predicted}
+    _first, view = rows_by_header(records_table(joined, "memory"))
+    assert (view["after init"], view["predicted after step"]) == ("160.00 MiB", "152.00 MiB")
 
 
 def test_a_case_that_did_not_run_says_so() -> None:
