@@ -12,7 +12,6 @@ from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_
 from paceline.reports.document.model import Block, finding_text
 from paceline.reports.evidence.groups import Evidence
 from tests.unit import record_factory
-from tests.unit.record_factory import ENVIRONMENT
 
 RESULTS = pathlib.Path(__file__).parents[3] / "results"
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
@@ -59,17 +58,14 @@ def swapped(records: tuple[Record, ...], order: Callable[[list[int]], list[int]]
     return result
 
 
-def make_record(
-    kind: str, numbers: Mapping[str, Any], *, environment: Any = ENVIRONMENT, **case: Any
-) -> Record:
+def make_record(kind: str, numbers: Mapping[str, Any], **case: Any) -> Record:
     """A record of what is not None, on two ranks of a processor unless the case says more."""
     known = {name: number for name, number in numbers.items() if number is not None}
     usual = {"world_size": 2, "num_hosts": 1, "threads": 1, "device": "cpu"}
     usual |= {"hardware": "a processor"}
     fields = find_kind(case.get("predicts", kind)).join_key
     case = {name: value for name, value in usual.items() if name in fields} | case
-    record = record_factory.make_record(kind, known, **case)
-    return msgspec.structs.replace(record, environment=environment)
+    return record_factory.make_record(kind, known, **case)
 
 
 def sentences(blocks: Sequence[Block]) -> list[str]:

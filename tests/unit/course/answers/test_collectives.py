@@ -9,7 +9,8 @@ from paceline.accounting.communication.collectives import bus_factor
 from paceline.course.answers.collectives import answer_all_reduce
 from paceline.records import Record
 from paceline.reports.plots.collectives import plot_communication
-from tests.unit.course.report_cases import ENVIRONMENT, GPU, UNSHAPED, check, make_record
+from tests.unit.course.report_cases import GPU, UNSHAPED, check, make_record
+from tests.unit.record_factory import ENVIRONMENT
 
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 8e9}
 FAR = {**GPU, "num_hosts": 2}

@@ -10,19 +10,20 @@ from paceline.records import Metric, Record, find_kind
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.profile_runs import subject_of
-from tests.unit.course.profile_cases import (
+from tests.unit.course.report_cases import check, make_record
+from tests.unit.record_factory import (
     EARLY,
     FORWARD,
     LATE,
     MODEL,
     TRAIN,
     Ranges,
+    memory_record,
     operator_rows,
     profile,
     profile_environment,
+    step_record,
 )
-from tests.unit.course.report_cases import check, make_record
-from tests.unit.record_factory import memory_record, step_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 MIB = 2**20

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from paceline.reports.plots.operators import plot_work
-from tests.unit.course.profile_cases import TRAIN, Ranges, operator_rows, profile_environment
+from tests.unit.record_factory import TRAIN, Ranges, operator_rows, profile_environment
 
 
 def drawn(ranges: Ranges, title: str) -> Axes:
