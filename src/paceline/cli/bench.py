@@ -1,6 +1,7 @@
 """``paceline bench``: measure, append to the store, print."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Generic, TypeAlias, TypeVar
 
@@ -13,7 +14,7 @@ from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
-    AppendOptions,
+    DEFAULT_STORE,
     Flat,
     OutputOptions,
     case_progress,
@@ -36,7 +37,8 @@ class SweepCommand(Generic[_Sweep]):
     """Measure every case of a sweep."""
 
     sweep: Flat[_Sweep]
-    store: Flat[AppendOptions]
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to append the records to."""
     output: Flat[OutputOptions]
 
 
@@ -70,12 +72,11 @@ def run(command: BenchCommand) -> int:
     records: list[Record] = []
     with case_progress(num_cases) as progress:
         made = _records(subject.sweep, progress.step)
-        for record in keep_records(made, subject.store.store, subject.output):
+        for record in keep_records(made, subject.store, subject.output):
             records.append(record)
             if record.kind != PREDICTION:
                 progress.next_case()
-    if not subject.output.json:
-        print_tables(records)
+    print_tables(records, subject.output)
     return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
 

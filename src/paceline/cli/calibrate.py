@@ -1,10 +1,11 @@
 """``paceline calibrate``: what this machine reaches on the parts of a training step."""
 
 import dataclasses
+import pathlib
 
 from paceline.benchmarks.calibration.config import CalibrationSweep
 from paceline.cli.output import (
-    AppendOptions,
+    DEFAULT_STORE,
     Flat,
     OutputOptions,
     case_progress,
@@ -18,7 +19,8 @@ class CalibrateCommand:
     """Measure in a minute what predictions of a step are made from."""
 
     sweep: Flat[CalibrationSweep]
-    store: Flat[AppendOptions]
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to append the records to."""
     output: Flat[OutputOptions]
 
 
@@ -28,7 +30,6 @@ def run(command: CalibrateCommand) -> int:
 
     with case_progress(1) as progress:
         made = calibration_records(command.sweep, progress.step)
-        records = list(keep_records(made, command.store.store, command.output))
-    if not command.output.json:
-        print_tables(records)
+        records = list(keep_records(made, command.store, command.output))
+    print_tables(records, command.output)
     return 0

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import Flat, OutputOptions, print_record, stderr_console, stdout_console
+from paceline.cli.output import Flat, OutputOptions, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from paceline.records import Metric, Record
@@ -48,7 +48,7 @@ def run(command: EnvironmentCommand) -> int:
         outcome="ok",
     )
     if command.output.json:
-        print_record(record)
+        print_json(record)
     else:
         _print_table(record, links=[*peer_links(), *network_links()])
     return 0

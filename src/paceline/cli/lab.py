@@ -5,17 +5,13 @@ import os
 import pathlib
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-import msgspec
 import tyro
 
-from paceline.cli.output import Flat, OutputOptions
+from paceline.cli.output import Flat, OutputOptions, print_json
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_rate, parse_seconds
-
-if TYPE_CHECKING:
-    from paceline.lab.slurm import SlurmStatus
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +108,11 @@ def _run_slurm(command: SlurmCommand) -> int:
         if command.action == "stop":
             stop_slurm(command.directory)
         status = slurm_status(command.directory)
-    _print_status(command, status)
-    return 0
-
-
-def _print_status(command: SlurmCommand, status: "SlurmStatus") -> None:
     if command.output.json:
-        sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
+        print_json(status)
     elif command.action == "start":
         sys.stdout.write(f"export SLURM_CONF={status.configuration}\n")
     else:
         lines = [f"{status.state} in {status.directory}", *status.nodes]
         sys.stdout.write("\n".join(lines) + "\n")
+    return 0

@@ -31,22 +31,6 @@ Flat = Annotated[_Options, tyro.conf.arg(name="")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AppendOptions:
-    """The store to append to."""
-
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to append the records to."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """The store to read."""
-
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to read the records from."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Flags of every command that prints records."""
 
@@ -60,9 +44,9 @@ def require_figure(path: pathlib.Path | None) -> None:
         raise UsageError(f"--figure {path} must end in .png or .svg")
 
 
-def print_record(record: "Record") -> None:
-    """Prints one record as a line of JSON, at once, so that a pipe sees it."""
-    sys.stdout.write(msgspec.json.encode(record).decode() + "\n")
+def print_json(value: object) -> None:
+    """Prints a record or other value as a line of JSON, at once, so that a pipe sees it."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()
 
 
@@ -76,12 +60,14 @@ def keep_records(
         if store is not None:
             RecordStore(store).append(record)
         if output.json:
-            print_record(record)
+            print_json(record)
         yield record
 
 
-def print_tables(records: "Sequence[Record]") -> None:
-    """Prints a table for each kind of measurement, with what was predicted of it."""
+def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
+    """Prints a table per kind of measurement, with its prediction; with --json nothing."""
+    if output.json:
+        return
     from paceline.records.kinds import PREDICTION
     from paceline.reports.tables.table import records_table
     from paceline.reports.tables.with_predictions import with_predictions

@@ -5,11 +5,10 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
 import tyro
 
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
-from paceline.cli.output import Flat, OutputOptions, require_figure
+from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
 from paceline.cli.plan_step import BacktestCommand, PlanStepCommand, run_backtest, run_step
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
@@ -167,6 +166,6 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
 def _print(explanations: "Sequence[Explanation]", output: OutputOptions) -> None:
     if output.json:
         for explanation in explanations:
-            sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
+            print_json(explanation)
     else:
         sys.stdout.write("\n\n".join(explanation.render() for explanation in explanations) + "\n")

@@ -3,15 +3,20 @@
 import dataclasses
 import itertools
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import tyro
 
 from paceline.benchmarks.harness.config import ModelName, StrategyChoice
-from paceline.cli.output import Flat, OutputOptions, keep_records, require_figure, stdout_console
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    keep_records,
+    print_json,
+    require_figure,
+    stdout_console,
+)
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, require_context
@@ -128,9 +133,8 @@ def run_backtest(command: BacktestCommand) -> int:
         held_out += predict_others(_read_cases(command.holdout), cases)
     if command.output.json:
         for each in held_out:
-            sys.stdout.write(msgspec.json.encode(each).decode() + "\n")
-        summary = summarize(held_out[: len(cases)])
-        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+            print_json(each)
+        print_json(summarize(held_out[: len(cases)]))
     else:
         stdout_console().print(backtest_table(held_out, counted=len(cases)))
     if command.figure is not None:

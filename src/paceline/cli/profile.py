@@ -118,18 +118,10 @@ def _write(
     from paceline.reports.plots.registry import draw
     from paceline.reports.plots.style import save_figure
 
-    _print(records, command.output, store=command.out / _STORE)
+    print_tables(list(keep_records(records, command.out / _STORE, command.output)), command.output)
     pictures = save_figure(draw(plot, records), command.out, plot)
     if not command.output.json:
         sys.stdout.writelines(f"{path}\n" for path in (command.out / _TRACE, *pictures))
-
-
-def _print(
-    records: "list[Record]", output: OutputOptions, store: pathlib.Path | None = None
-) -> None:
-    kept = list(keep_records(records, store, output))
-    if not output.json:
-        print_tables(kept)
 
 
 def _run_trace(command: TraceCommand) -> None:
@@ -143,10 +135,6 @@ def _run_trace(command: TraceCommand) -> None:
         stderr_console().print(
             f"paceline: {command.trace} ends before its trace does; this is what was there"
         )
-    environment = capture_environment(devices=[], backends=[])
-    subject = command.trace.name
-    records = [
-        *step_records(analysis, subject, environment),
-        *operator_records(analysis, subject, environment),
-    ]
-    _print(records, command.output)
+    about = (analysis, command.trace.name, capture_environment(devices=[], backends=[]))
+    records = [*step_records(*about), *operator_records(*about)]
+    print_tables(list(keep_records(records, None, command.output)), command.output)

@@ -6,14 +6,13 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
 import tyro
 
 from paceline.cli.output import (
+    DEFAULT_STORE,
     Flat,
     OutputOptions,
-    ReadOptions,
-    print_record,
+    print_json,
     stderr_console,
     stdout_console,
 )
@@ -50,7 +49,8 @@ class TableCommand:
     """What rich and markdown show of a step: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
     """rich is for a terminal; with --json this is not used."""
-    store: Flat[ReadOptions]
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
 
@@ -62,7 +62,8 @@ class PlotCommand:
     """Directory for the pictures."""
     plot: tuple[PlotName, ...] = ()
     """Which pictures; by default all that the records allow."""
-    store: Flat[ReadOptions]
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
 
@@ -83,7 +84,8 @@ class BuildCommand:
     runs: pathlib.Path | None = None
     """Training runs for the scaling-law question; by default what PACELINE_COURSE_DATA names, and
     without it runs that are made up."""
-    store: Flat[ReadOptions]
+    store: pathlib.Path = DEFAULT_STORE
+    """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -109,22 +111,18 @@ def run(command: ReportCommand) -> int:
     form = command.form
     if isinstance(form, BuildCommand):
         _build(form)
-        return 0
-    records = latest_per_case(RecordStore(form.store.store).read())
-    if isinstance(form, TableCommand):
-        _print_table(form, records)
     else:
-        _draw_plots(form, records)
+        records = latest_per_case(RecordStore(form.store).read())
+        if isinstance(form, TableCommand):
+            _print_table(form, records)
+        else:
+            _draw_plots(form, records)
     return 0
 
 
 def _print_table(command: TableCommand, records: "list[Record]") -> None:
     from paceline.reports.evidence.fields import single_kind
-    from paceline.reports.tables.table import (
-        records_table,
-        render_csv,
-        render_markdown,
-    )
+    from paceline.reports.tables.table import records_table, render_csv, render_markdown
     from paceline.reports.tables.with_predictions import with_predictions
 
     every = records
@@ -137,7 +135,7 @@ def _print_table(command: TableCommand, records: "list[Record]") -> None:
     single_kind(records)
     if command.output.json:
         for record in records:
-            print_record(record)
+            print_json(record)
     elif command.format == "csv":
         sys.stdout.write(render_csv(records))
     else:
@@ -154,12 +152,11 @@ def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
 
     names = command.plot or drawable_plots(records)
     if not names:
-        raise UsageError(f"nothing to draw: {command.store.store} has no measurements")
+        raise UsageError(f"nothing to draw: {command.store} has no measurements")
     for name in names:
         for path in save_figure(draw(name, records), command.out, name):
             if command.output.json:
-                entry = {"plot": name, "path": str(path)}
-                sys.stdout.write(msgspec.json.encode(entry).decode() + "\n")
+                print_json({"plot": name, "path": str(path)})
             else:
                 sys.stdout.write(f"{path}\n")
 
@@ -177,7 +174,7 @@ def _build(command: BuildCommand) -> None:
     cases = () if command.preset is None else suite_cases(command.preset, quick=command.quick)
     console = stderr_console()
     paths, num_failed = measure_and_write(
-        command.store.store,
+        command.store,
         command.out,
         cases=cases,
         runs=runs,
@@ -191,6 +188,6 @@ def _build(command: BuildCommand) -> None:
         )
     for path in paths:
         if command.output.json:
-            sys.stdout.write(msgspec.json.encode({"path": str(path)}).decode() + "\n")
+            print_json({"path": str(path)})
         else:
             sys.stdout.write(f"{path}\n")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_record, stderr_console, stdout_console
+from paceline.cli.output import OutputOptions, print_json, stderr_console, stdout_console
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _fit(command: FitCommand) -> None:
     findings = diagnose(found, command.budgets, command.level)
     if command.output.json:
         for record in decision_records(decisions, findings):
-            print_record(record)
+            print_json(record)
     else:
         from paceline.reports.tables.scaling import methods_table, run_text, waste_table
 
@@ -218,7 +218,7 @@ def _check(command: CheckCommand) -> None:
     if command.coefficients is not None:
         findings += check_coefficients(found, command.coefficients, command.budget)
     if command.output.json:
-        print_record(claim_record(command.budget, command.parameters, tokens, cost, findings))
+        print_json(claim_record(command.budget, command.parameters, tokens, cost, findings))
         return
     if cost is not None:
         stdout_console().print(
@@ -245,7 +245,7 @@ def _design(command: DesignCommand) -> None:
     records, belief = _proposed(command)
     if command.output.json:
         for record in (*records, design_record(belief, command.target)):
-            print_record(record)
+            print_json(record)
         return
     console = stdout_console()
     console.print(runs_table(records))
