@@ -18,16 +18,13 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 def clock_offset_ns(num_ranks: int, device: torch.device) -> int:
     """Returns what to add to this rank's clock for the first rank's; every rank calls it.
 
-    Args:
-        num_ranks: Ranks that need it; for the others it is zero.
-        device: Where messages between ranks lie.
+    It is zero for ranks from `num_ranks` on, which do not need it.
     """
     rank = dist.get_rank()
     kernels: list[str] = [_kernel()]
     dist.broadcast_object_list(kernels, src=0, device=device)
-    is_same = kernels[0] == _kernel()
     needs_exchange = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    needs_exchange[rank] = 0 < rank < num_ranks and not is_same
+    needs_exchange[rank] = 0 < rank < num_ranks and kernels[0] != _kernel()
     dist.all_reduce(needs_exchange)
     offset = 0
     for peer in needs_exchange.nonzero().flatten().tolist():

@@ -53,14 +53,9 @@ def profiling(
     memory: bool = False,
     stacks: bool = False,
 ) -> Iterator[None]:
-    """Records with torch's profiler, and writes a Chrome trace in the end.
+    """Records host and device with torch's profiler, and writes a Chrome trace in the end.
 
-    Args:
-        path: The trace.
-        device: Whose events are recorded besides the host's.
-        shapes: Whether to record the shapes of operators' inputs.
-        memory: Whether to record allocations.
-        stacks: Whether to record Python functions, which makes a step several times slower.
+    `stacks` records Python functions, which makes a step several times slower.
     """
     # The profiler announces its start and stop on stderr unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -85,9 +80,7 @@ def profiling(
 def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
     """Records all ranks of the default group into one trace; every rank calls it.
 
-    Args:
-        path: The merged trace, in a directory that all ranks see.
-        device: This rank's.
+    All ranks must see the directory of the merged trace.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     recording = min(world_size, MAX_RANKS)
@@ -102,8 +95,7 @@ def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
             TracePart(path=_part_path(path, index), rank=index, offset_ns=offsets[index])
             for index in range(recording)
         ]
-        missing = [str(part.path) for part in parts if not part.path.exists()]
-        if missing:
+        if missing := [str(part.path) for part in parts if not part.path.exists()]:
             raise TraceError(
                 f"not seen from the first rank: {', '.join(missing)}; write to a directory that "
                 "all hosts share"

@@ -45,6 +45,15 @@ class Role(enum.IntEnum):
     DEVICE_RANGE = 5
 
 
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_ROLES = {
+    "cpu_op": Role.HOST_WORK,
+    **dict.fromkeys(_DEVICE_WORK, Role.DEVICE_WORK),
+    "user_annotation": Role.HOST_RANGE,
+    "gpu_user_annotation": Role.DEVICE_RANGE,
+}
+
+
 class Key(NamedTuple):
     """What events of one name, with inputs of the same shapes, have in common."""
 
@@ -55,11 +64,7 @@ class Key(NamedTuple):
 
 
 class Catalog:
-    """What the events of one trace are called.
-
-    Args:
-        path: Of the trace, for messages.
-    """
+    """What the events of one trace are called; its path is for messages."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -83,11 +88,8 @@ class Catalog:
                 if event.ph == "M":
                     self._learn_rank(event)
                 continue
-            identity = (
-                event.cat,
-                event.name,
-                b"" if event.args is None else bytes(event.args.input_dims),
-            )
+            input_dims = b"" if event.args is None else bytes(event.args.input_dims)
+            identity = (event.cat, event.name, input_dims)
             key = numbers.get(identity)
             if key is None:
                 key = self._add_name(identity)
@@ -165,16 +167,10 @@ class Catalog:
 
 
 def _role_of(category: str, name: str) -> Role | None:
-    if category == "cpu_op":
-        # What the host does to start a collective is no work of the model.
-        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.HOST_WORK
-    if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-        is_communication = op_class_of(name) == OpClass.COMMUNICATION
-        return Role.DEVICE_COMMUNICATION if is_communication else Role.DEVICE_WORK
-    if category == "user_annotation":
-        if name.startswith("gloo:"):
-            return Role.HOST_COMMUNICATION
-        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.HOST_RANGE
-    if category == "gpu_user_annotation":
-        return None if op_class_of(name) == OpClass.COMMUNICATION else Role.DEVICE_RANGE
-    return None
+    if category not in _ROLES or op_class_of(name) != OpClass.COMMUNICATION:
+        return _ROLES.get(category)
+    if category in _DEVICE_WORK:
+        return Role.DEVICE_COMMUNICATION
+    # What else has the name of a collective only starts it, and is no work of the model.
+    is_gloo = category == "user_annotation" and name.startswith("gloo:")
+    return Role.HOST_COMMUNICATION if is_gloo else None

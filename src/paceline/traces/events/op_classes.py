@@ -69,9 +69,7 @@ def op_class_of(name: str) -> OpClass:
 def matmul_flops(name: str, input_dims: bytes) -> int:
     """Returns what an operator computes, 2 per multiplication and addition; 0 if it is no matmul.
 
-    Args:
-        name: Of an operator of torch.
-        input_dims: The profiler's JSON list of its inputs' shapes.
+    `input_dims` is the profiler's JSON list of its inputs' shapes.
     """
     if name not in _MATMUL_INPUTS or not input_dims:
         return 0

@@ -19,11 +19,7 @@ _MAX_STEPS_OF_EVENT = 16
 
 
 class Spool:
-    """A temporary file of rows of equal size.
-
-    Args:
-        row: What a row consists of.
-    """
+    """A temporary file of rows of equal size."""
 
     def __init__(self, row: "np.dtype[np.void]") -> None:
         self._row = row
@@ -56,19 +52,10 @@ class Spool:
 
 
 class StepSpool:
-    """The events of each step of each rank.
-
-    Args:
-        events: All events, in any order.
-        rank_of_thread: Each thread's rank.
-        steps: Each rank's steps, apart from each other and in order.
-    """
+    """The events of each step of each rank; a rank's steps are disjoint and in order."""
 
     def __init__(
-        self,
-        events: Spool,
-        rank_of_thread: npt.NDArray[np.int64],
-        steps: Mapping[int, Intervals],
+        self, events: Spool, rank_of_thread: npt.NDArray[np.int64], steps: Mapping[int, Intervals]
     ) -> None:
         self._spool = Spool(EVENT)
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -67,28 +67,23 @@ def read_allocations(path: pathlib.Path, *, on_device: bool) -> AllocationTrace:
 
 def _placed(
     instants: Iterable[AnyEvent], spans: dict[Any, list[AnyEvent]]
-) -> Iterator[tuple[AnyEvent, str, str]]:
-    """Yields each instant with its place and operator."""
+) -> list[tuple[AnyEvent, str, str]]:
+    """Returns each instant with its place and operator, in the order of time."""
     by_thread: dict[Any, list[AnyEvent]] = {}
     for event in instants:
         by_thread.setdefault(event["tid"], []).append(event)
     forward_places: dict[int, str] = {}
-    placed: list[tuple[float, int, tuple[AnyEvent, str, str]]] = []
+    placed: list[tuple[AnyEvent, str, str]] = []
     for thread, on_thread in by_thread.items():
         stacks = _Stacks(spans.get(thread, []), forward_places)
-        for event in on_thread:
-            place, operator = stacks.at(event["ts"])
-            placed.append((event["ts"], len(placed), (event, place, operator)))
-    for _, _, item in sorted(placed, key=lambda entry: entry[:2]):
-        yield item
+        placed += [(event, *stacks.at(event["ts"])) for event in on_thread]
+    return sorted(placed, key=lambda entry: entry[0]["ts"])
 
 
 class _Stacks:
-    """What is open on one thread, moment after moment.
+    """The functions and operators that are open on one thread, moment after moment.
 
-    Args:
-        spans: The thread's functions and operators.
-        forward_places: Lines by sequence number; added to and read.
+    `forward_places`, lines by sequence number, is added to and read.
     """
 
     def __init__(self, spans: list[AnyEvent], forward_places: dict[int, str]) -> None:

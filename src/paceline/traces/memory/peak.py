@@ -30,12 +30,7 @@ def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]
             for name, run in phases.items():
                 with record_function(_MARK + name):
                     run()
-        return _peak_per_phase(
-            [event for events in TraceReader(path, AnyEvent) for event in events]
-        )
-
-
-def _peak_per_phase(events: list[AnyEvent]) -> dict[str, int]:
+        events = [event for piece in TraceReader(path, AnyEvent) for event in piece]
     ends = sorted(
         (event["ts"] + event["dur"], event["name"].removeprefix(_MARK))
         for event in events

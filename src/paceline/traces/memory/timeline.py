@@ -71,19 +71,16 @@ def memory_timeline(
             memory is kept.
         num_largest: How many groups of allocations are named.
     """
-    addresses = frozenset(gradient_addresses)
     categorized = [
-        (_category(allocation, trace.ranges, addresses), allocation)
+        (_category(allocation, trace.ranges, gradient_addresses), allocation)
         for allocation in trace.allocations
     ]
-    changes = sorted(
-        (
-            change
-            for category, allocation in categorized
-            for change in _changes(category, allocation)
-        ),
-        key=lambda change: change[0],
-    )
+    changes: list[tuple[float, Category, int]] = []
+    for category, allocation in categorized:
+        changes.append((allocation.start, category, allocation.num_bytes))
+        if allocation.end is not None:
+            changes.append((allocation.end, category, -allocation.num_bytes))
+    changes.sort(key=lambda change: change[0])
     order = list(Category)
     deltas = np.zeros((len(changes) + 1, len(order)), dtype=np.int64)
     deltas[0] = [resident.get(category, 0) for category in order]
@@ -126,28 +123,19 @@ def _largest(
 
 
 def _category(
-    allocation: Allocation, ranges: Mapping[str, tuple[float, float]], gradients: frozenset[int]
+    allocation: Allocation, ranges: Mapping[str, tuple[float, float]], gradients: Collection[int]
 ) -> Category:
-    backward_end = ranges[BACKWARD][1] if BACKWARD in ranges else None
-    forward_end = ranges[FORWARD][1]
-    if backward_end is None:
+    if BACKWARD not in ranges:
         return Category.TEMPORARY  # Without backward, forward leaves nothing for it.
-    if allocation.address in gradients and _lives_at(allocation, backward_end):
+    if allocation.address in gradients and _lives_at(allocation, ranges[BACKWARD][1]):
         return Category.GRADIENTS
-    if _lives_at(allocation, forward_end):
+    if _lives_at(allocation, ranges[FORWARD][1]):
         return Category.ACTIVATIONS
     return Category.TEMPORARY
 
 
 def _lives_at(allocation: Allocation, moment: float) -> bool:
     return allocation.start <= moment and (allocation.end is None or allocation.end > moment)
-
-
-def _changes(category: Category, allocation: Allocation) -> list[tuple[float, Category, int]]:
-    changes = [(allocation.start, category, allocation.num_bytes)]
-    if allocation.end is not None:
-        changes.append((allocation.end, category, -allocation.num_bytes))
-    return changes
 
 
 def _kept(times: np.ndarray, totals: np.ndarray, num_points: int) -> list[int]:

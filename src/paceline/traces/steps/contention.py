@@ -21,9 +21,6 @@ class ContentionTotals:
 
     What was beside communication is kept by step, on disk: only when all steps are known it can be
     compared.
-
-    Args:
-        num_keys: How many different operators there are.
     """
 
     def __init__(self, num_keys: int) -> None:

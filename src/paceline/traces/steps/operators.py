@@ -33,11 +33,7 @@ class OperatorTime:
 
 
 class OperatorTotals:
-    """Adds operators up, step by step.
-
-    Args:
-        catalog: What the numbers of events mean.
-    """
+    """Adds operators up, step by step."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog

@@ -30,24 +30,14 @@ INTERPRETER_PAUSE_NS = 500_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommunicationSpan:
-    """One collective; nanoseconds."""
+class Span:
+    """A collective, or a named range on the host; nanoseconds from the start of the step."""
 
     name: str
     start: int
-    """Nanoseconds from the start of the step."""
     end: int
     exposed: int
     """Nanoseconds during which nothing was computed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RangeSpan:
-    """A named range on the host; nanoseconds from the start of the step."""
-
-    name: str
-    start: int
-    end: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +53,10 @@ class StepTimes:
     computing: Intervals
     """Intervals of computing, from the start of the step."""
     communicating: Intervals
-    messages: tuple[CommunicationSpan, ...]
-    ranges: tuple[RangeSpan, ...]
+    messages: tuple[Span, ...]
+    """Collectives."""
+    ranges: tuple[Span, ...]
+    """Named ranges on the host."""
 
     @property
     def num_spans(self) -> int:
@@ -79,13 +71,7 @@ class StepTimes:
 
 
 class StepRoles:
-    """One step's events, apart by what they stand for.
-
-    Args:
-        events: All that touch the step.
-        catalog: What they are called.
-        has_device: Whether the rank's work is that of a GPU.
-    """
+    """The events that touch one step, by what they stand for."""
 
     def __init__(self, events: EventTable, catalog: Catalog, *, has_device: bool) -> None:
         roles = catalog.roles()[events["key"]]
@@ -121,8 +107,8 @@ def step_times(roles: StepRoles, catalog: Catalog, start: int, end: int) -> Step
         idle=end - start - busy - exposed,
         computing=computing - start,
         communicating=communicating - start,
-        messages=_messages(roles.communication, catalog, computing, start, end),
-        ranges=_ranges(roles.host_ranges, catalog, start, end),
+        messages=_spans(roles.communication, catalog, computing, start, end),
+        ranges=_spans(roles.host_ranges, catalog, computing, start, end),
     )
 
 
@@ -143,31 +129,14 @@ def _set_of(events: EventTable, start: int, end: int) -> Intervals:
     return intervals.clip(intervals.union(events["start"], events["end"]), start, end)
 
 
-def _messages(
-    communication: EventTable, catalog: Catalog, computing: Intervals, start: int, end: int
-) -> tuple[CommunicationSpan, ...]:
-    ordered = np.sort(communication, order=("start", "end"))
+def _spans(
+    events: EventTable, catalog: Catalog, computing: Intervals, start: int, end: int
+) -> tuple[Span, ...]:
+    ordered = np.sort(events, order=("start", "end"))
     starts, ends = np.clip(ordered["start"], start, end), np.clip(ordered["end"], start, end)
-    hidden = intervals.covered(computing, starts, ends)
+    exposed = ends - starts - intervals.covered(computing, starts, ends)
+    columns = (ordered["key"], starts - start, ends - start, exposed)
     return tuple(
-        CommunicationSpan(
-            name=catalog.keys[key].name,
-            start=begin - start,
-            end=finish - start,
-            exposed=finish - begin - beside,
-        )
-        for key, begin, finish, beside in zip(
-            ordered["key"].tolist(), starts.tolist(), ends.tolist(), hidden.tolist(), strict=True
-        )
-    )
-
-
-def _ranges(ranges: EventTable, catalog: Catalog, start: int, end: int) -> tuple[RangeSpan, ...]:
-    ordered = np.sort(ranges, order=("start", "end"))
-    starts, ends = np.clip(ordered["start"], start, end), np.clip(ordered["end"], start, end)
-    return tuple(
-        RangeSpan(name=catalog.keys[key].name, start=begin - start, end=finish - start)
-        for key, begin, finish in zip(
-            ordered["key"].tolist(), starts.tolist(), ends.tolist(), strict=True
-        )
+        Span(name=catalog.keys[key].name, start=begin, end=finish, exposed=bare)
+        for key, begin, finish, bare in zip(*(c.tolist() for c in columns), strict=True)
     )

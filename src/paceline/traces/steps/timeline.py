@@ -14,13 +14,7 @@ MAX_STEPS = 100_000
 
 
 class Timeline:
-    """The steps of each rank.
-
-    Args:
-        events: All events of a trace.
-        catalog: What they are called.
-        path: Of the trace, for messages.
-    """
+    """The steps of each rank, from all events of a trace; its path is for messages."""
 
     def __init__(self, events: Spool, catalog: Catalog, path: pathlib.Path) -> None:
         self._labels = catalog.step_labels()
