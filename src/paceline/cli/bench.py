@@ -89,11 +89,11 @@ def _num_cases(sweep: Sweep) -> int:
 def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
     match sweep:
         case StepSweep():
-            from paceline.benchmarks.step.sweep import step_records
+            from paceline.benchmarks.step.training_step import step_records
 
             return step_records(sweep, on_progress)
         case AttentionSweep():
-            from paceline.benchmarks.attention.sweep import attention_records
+            from paceline.benchmarks.attention.measure import attention_records
 
             return attention_records(sweep, on_progress)
         case CollectiveSweep():

@@ -55,7 +55,7 @@ def run(command: EnvironmentCommand) -> int:
 
 
 def _self_test(backend: str) -> "Metric":
-    from paceline.benchmarks.collectives.self_test import all_reduce_self_test
+    from paceline.benchmarks.collectives.measure import all_reduce_self_test
     from paceline.parallel import run_ranks
     from paceline.records import Metric
 

@@ -1,15 +1,39 @@
 """Attention on its own: time and rate of both passes, and what is kept between them."""
 
+from collections.abc import Iterator
+
 import torch
 
+from paceline.accounting import minimum_attention_bytes
 from paceline.accounting.attention.cost import attention_flops
-from paceline.benchmarks.attention.config import AttentionCase
+from paceline.benchmarks.attention.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.attention.timer import time_passes, timer_for
 from paceline.benchmarks.harness.devices import HardwareLocation, resolve_device
+from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import resident_peak_bytes
+from paceline.core.specs import bytes_per_element
+from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric
+
+
+def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures every case of the sweep."""
+    subject = Subject(
+        kind="attention",
+        measure=measure_attention,
+        case_fields=attention_case_fields,
+        minimum_bytes=lambda case: minimum_attention_bytes(
+            case.implementation,
+            case.batch,
+            case.head_dim,
+            bytes_per_element(case.dtype),
+            compiled=case.compiled,
+        ),
+        obstacle=attention_obstacle,
+    )
+    return isolated_records(subject, sweep.cases(), sweep.limits, on_progress)
 
 
 def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:

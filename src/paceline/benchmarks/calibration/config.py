@@ -83,22 +83,23 @@ class CalibrationSweep(RankSweep):
         # Inside, because parsing flags must not load NumPy.
         from paceline.accounting.step_work import model_segments
 
-        linears: dict[LinearShape, None] = {}
-        attentions: dict[AttentionShape, None] = {}
-        for shape, batch in self.batches():
-            for segment in model_segments(shape):
-                for linear in segment.linears:
-                    key = LinearShape(
-                        tokens=batch.tokens_per_pass, inputs=linear.inputs, outputs=linear.outputs
-                    )
-                    linears[key] = None
-            attentions[
-                AttentionShape(
-                    num_sequences=batch.num_sequences,
-                    context=batch.context_length,
-                    num_heads=shape.num_heads,
-                    num_kv_heads=shape.key_value_heads,
-                    head_dim=shape.head_width,
-                )
-            ] = None
-        return ComputeShapes(linears=tuple(linears), attentions=tuple(attentions))
+        batches = list(self.batches())
+        linears = [
+            LinearShape(tokens=batch.tokens_per_pass, inputs=linear.inputs, outputs=linear.outputs)
+            for shape, batch in batches
+            for segment in model_segments(shape)
+            for linear in segment.linears
+        ]
+        attentions = [
+            AttentionShape(
+                num_sequences=batch.num_sequences,
+                context=batch.context_length,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.key_value_heads,
+                head_dim=shape.head_width,
+            )
+            for shape, batch in batches
+        ]
+        return ComputeShapes(
+            linears=tuple(dict.fromkeys(linears)), attentions=tuple(dict.fromkeys(attentions))
+        )

@@ -108,13 +108,9 @@ class _Together:
 def measure_contention(
     device: torch.device, operation: Operation, undisturbed: CollectiveTimes, time_limit_s: float
 ) -> ContentionTimes:
-    """Measures one operation; all ranks call it together.
+    """Measures one operation, all phases together in the time limit; all ranks call it together.
 
-    Args:
-        device: This rank's.
-        operation: What to send.
-        undisturbed: What a message of about that size takes, by which their number is chosen.
-        time_limit_s: Seconds for all phases together.
+    The number of messages is chosen by what one of about that size takes `undisturbed`.
     """
     together = _Together(operation, device)
     expected_s = sorted(undisturbed.samples)[len(undisturbed.samples) // 2]

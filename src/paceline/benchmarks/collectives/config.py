@@ -3,10 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.benchmarks.harness.config import (
-    DeviceName,
-    require_counts,
-)
+from paceline.benchmarks.harness.config import DeviceName, require_counts
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes

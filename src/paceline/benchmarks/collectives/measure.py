@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.core.collectives import Operation
 from paceline.core.errors import PacelineError
+from paceline.core.units import MIB
 from paceline.parallel.ranks.collectives import (
     all_gather_single,
     reduce_numbers,
@@ -51,17 +52,13 @@ class Collective:
         )
         self.size_bytes = self.num_elements * _ELEMENT_BYTES
         self._chunk = self.num_elements // self.world_size
-        in_chunks = operation in ("all_gather", "gather_from_owners")
-        out_chunks = operation in ("reduce_scatter", "reduce_to_owners")
-        self.input = torch.empty(
-            self._chunk if in_chunks else self.num_elements, device=device, dtype=torch.float32
-        )
-        in_place = operation in ("all_reduce", "broadcast", "reduce")
-        self.output = (
-            self.input
-            if in_place
-            else torch.empty(self._chunk if out_chunks else self.num_elements, device=device)
-        )
+        takes_chunk = operation in ("all_gather", "gather_from_owners")
+        gives_chunk = operation in ("reduce_scatter", "reduce_to_owners")
+        self.input = torch.empty(self._chunk if takes_chunk else self.num_elements, device=device)
+        self.output = self.input
+        if operation not in ("all_reduce", "broadcast", "reduce"):  # Those work in place.
+            size = self._chunk if gives_chunk else self.num_elements
+            self.output = torch.empty(size, device=device)
         if operation == "gather_from_owners":  # Works in place.
             self.input = self.output[self.rank * self._chunk :][: self._chunk]
         calls: dict[Operation, Callable[[], object]] = {
@@ -167,6 +164,15 @@ def time_call(collective: Collective, device: torch.device) -> float:
     collective.run()
     synchronize(device)
     return time.perf_counter() - started
+
+
+def all_reduce_self_test(rank: int, _world_size: int) -> list[float]:
+    """All-reduces 1 MiB, checks every element, and returns the seconds of five more calls."""
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    collective = Collective("all_reduce", MIB, device)
+    collective.check()  # Sets the connection up, too.
+    collective.reset()
+    return [time_call(collective, device) for _ in range(5)]
 
 
 def _agree_on_repetitions(seconds: float, case: CollectiveCase, device: torch.device) -> int:

@@ -16,8 +16,6 @@ from paceline.core.collectives import Operation
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.links import find_link
 
-_DEFAULT_WORLD_SIZES = (2, 4)
-
 # What a run may take beyond measuring: starting ranks, allocating, checking.
 _GRACE_S = 60.0
 
@@ -28,7 +26,7 @@ def collective_records(sweep: CollectiveSweep) -> Iterator[Record]:
     """Measures every case, then fits latency and bandwidth; yields records on rank 0 only."""
     groups = measuring_ranks(
         world_sizes=sweep.world_sizes,
-        default=_DEFAULT_WORLD_SIZES,
+        default=(2, 4),
         flag="--world-sizes",
         device=sweep.device,
         timeout_s=sweep.timeout_s,
@@ -45,13 +43,8 @@ def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Reco
     topology: dict[str, CaseValue] = {**ranks.topology, "dtype": "float32"}
     samples: Samples = collections.defaultdict(dict)
     for case in sweep.cases():
-        fields: dict[str, CaseValue] = {
-            "operation": case.operation,
-            "size_bytes": case.size_bytes,
-            **topology,
-            "warmup": case.warmup,
-            "steps": case.steps,
-        }
+        fields = {"operation": case.operation, "size_bytes": case.size_bytes, **topology}
+        fields |= {"warmup": case.warmup, "steps": case.steps}
         times: CollectiveTimes | None
         times, reason = ranks.attempt(functools.partial(ranks.run, measure_collective, case))
         if times is None:

@@ -38,12 +38,9 @@ def step_peaks(
     resident_tensors: Iterable[Tensor],
     phases: dict[str, Callable[[], None]],
 ) -> dict[str, int]:
-    """Runs the phases of one step and returns the peak bytes of each.
+    """Runs the phases of one step in their order and returns the peak bytes of each.
 
-    Args:
-        device: Where the step runs.
-        resident_tensors: What exists before the step and is not released by it.
-        phases: The parts of the step in their order, such as backward and optimizer.
+    `resident_tensors` is what exists before the step and is not released by it.
     """
     if device.type != "cuda":
         resident = storage_bytes(resident_tensors)
@@ -77,18 +74,11 @@ def usable_memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    available = _available_host_bytes()
-    return None if available is None else int(available * _USABLE_FRACTION)
-
-
-def _available_host_bytes() -> int | None:
     available = _kernel_field("/proc/meminfo", "MemAvailable:")
-    candidates = [
-        None if available is None else available * KIB,
-        _cgroup_limit(),
-        physical_memory_bytes(),
-    ]
-    return min((value for value in candidates if value is not None), default=None)
+    available_bytes = None if available is None else available * KIB
+    candidates = (available_bytes, _cgroup_limit(), physical_memory_bytes())
+    known = [value for value in candidates if value is not None]
+    return int(min(known) * _USABLE_FRACTION) if known else None
 
 
 def _kernel_field(path: str, name: str) -> int | None:

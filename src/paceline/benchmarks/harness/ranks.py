@@ -55,13 +55,9 @@ def measuring_ranks(
 ) -> Iterator[MeasuringRanks]:
     """Yields the launcher's ranks, or one group after the other of the sizes that are asked for.
 
-    Args:
-        world_sizes: Groups to start; must be empty under a launcher.
-        default: Groups to start where there is no launcher and nothing else is asked for.
-        flag: Where the sizes come from, for messages.
-        device: auto, cpu or cuda.
-        timeout_s: After which a collective that makes no progress is an error.
-        run_timeout_s: After which a run is an error, where the ranks are ours.
+    `world_sizes` come from `flag` and must be empty under a launcher; `default` stands in for them
+    elsewhere. A collective without progress is an error after `timeout_s`, a run on ranks that are
+    started here after `run_timeout_s`.
     """
     if is_launched(os.environ):
         if world_sizes:
@@ -83,7 +79,11 @@ def measuring_ranks(
         return
     chosen = resolve_device(device)
     for world_size in world_sizes or default:
-        _require_devices(chosen, world_size, flag)
+        if chosen.type == "cuda" and torch.cuda.device_count() < world_size:
+            raise UsageError(
+                f"{world_size} ranks need as many GPUs, this machine has "
+                f"{torch.cuda.device_count()}; use --device cpu or a smaller {flag}"
+            )
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         with RankPool(
             world_size, backend=backend, timeout_s=timeout_s, run_timeout_s=run_timeout_s
@@ -124,11 +124,3 @@ def _on_rank(
 ) -> Any:
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     return function(device, *arguments)
-
-
-def _require_devices(device: torch.device, world_size: int, flag: str) -> None:
-    if device.type == "cuda" and torch.cuda.device_count() < world_size:
-        raise UsageError(
-            f"{world_size} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; "
-            f"use --device cpu or a smaller {flag}"
-        )

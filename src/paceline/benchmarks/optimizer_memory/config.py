@@ -10,10 +10,7 @@ from paceline.benchmarks.harness.config import StrategyChoice, require_counts
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.strategies.config import StrategySweep, Variant
 from paceline.core.errors import UsageError
-from paceline.core.strategies import (
-    BUCKET_STRATEGIES,
-    DEFAULT_BUCKET_SIZE_MB,
-)
+from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +54,5 @@ class OptimizerSweep(StrategySweep):
         for step in self.step_sweep(warmup=self.warmup, steps=self.steps).cases():
             for strategy in self.strategies:
                 size = self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None
-                yield OptimizerCase(
-                    step=step, variant=Variant(strategy=strategy, bucket_size_mb=size)
-                )
+                variant = Variant(strategy=strategy, bucket_size_mb=size)
+                yield OptimizerCase(step=step, variant=variant)

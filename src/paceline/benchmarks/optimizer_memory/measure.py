@@ -58,7 +58,7 @@ class OptimizerResult:
     memory: dict[str, MemoryParts]
     """Parts of the memory at each instant."""
     resident_bytes: dict[str, int]
-    """The most that a process had resident, by instant: all that is not a tensor as well."""
+    """The most that a process had resident at each instant, tensors or not, by metric."""
 
 
 def named_bytes(step: StrategyStep) -> dict[str, int]:
@@ -79,7 +79,7 @@ class OptimizerMeasurement:
         reset_resident_peak()
         self._foreign = storage_bytes(_visible(device))
         self.step = StrategyStep(case.step, case.variant, device)
-        self._resident = {"after_init": resident_peak_bytes()}
+        self._resident = {"resident_peak_after_init_bytes": resident_peak_bytes()}
         self._hidden: list[Tensor] = []
         named_at_first, at_first = named_bytes(self.step), self._existing_bytes()
         for _ in range(_SETTLING_STEPS):
@@ -161,15 +161,12 @@ class OptimizerMeasurement:
         ):
             reset_resident_peak()
             run()
-            self._resident[instant] = resident_peak_bytes()
-        largest_resident = self._largest(list(self._resident.values()))
+            self._resident[f"resident_peak_{instant}_bytes"] = resident_peak_bytes()
+        largest = self._largest(list(self._resident.values()))
         return OptimizerResult(
             samples={name: self._largest(values) for name, values in self.samples.items()},
             memory={instant: self._highest(parts) for instant, parts in self._memory.items()},
-            resident_bytes={
-                instant: int(value)
-                for instant, value in zip(self._resident, largest_resident, strict=True)
-            },
+            resident_bytes=dict(zip(self._resident, map(int, largest), strict=True)),
         )
 
     def _largest(self, numbers: Sequence[float]) -> list[float]:

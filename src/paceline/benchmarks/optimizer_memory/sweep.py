@@ -39,19 +39,14 @@ def _records_of(
     if reason is None:
         result, reason = ranks.attempt(lambda: ranks.run(measure, case, sweep.time_limit_s))
         outcome = "ok" if reason is None else "failed"
-    numbers = {} if result is None else _numbers(result)
+    numbers: Numbers = {}
+    if result is not None:
+        numbers = {**result.samples, **_memory_numbers(result.memory), **result.resident_bytes}
     fields = strategy_case_fields(case.step, case.variant, ranks)
     yield measured("optimizer", fields, numbers, outcome=outcome, reason=reason)
     expected = _predict(case, ranks.world_size)
     if expected is not None:
         yield predicted("optimizer", fields, expected)
-
-
-def _numbers(result: OptimizerResult) -> Numbers:
-    resident = {
-        f"resident_peak_{instant}_bytes": value for instant, value in result.resident_bytes.items()
-    }
-    return {**result.samples, **_memory_numbers(result.memory), **resident}
 
 
 def _memory_numbers(instants: dict[str, MemoryParts]) -> Numbers:

@@ -37,8 +37,6 @@ from paceline.traces.memory.timeline import Category, MemoryTimeline, memory_tim
 from paceline.traces.records import ALL_OPERATORS, operator_records, step_records
 from paceline.traces.steps.analysis import analyse_trace
 
-_SNAPSHOT = "memory-snapshot.pickle"
-
 
 def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
     """Traces a step and returns what its operators took, and what its memory was for."""
@@ -55,15 +53,20 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
                 step.run()
             on_progress(case.warmup + completed + 1, total)
     analysis = analyse_trace(trace)
-    timeline = trace_memory(step, trace.with_name(_SNAPSHOT))
+    timeline = trace_memory(step, trace.with_name("memory-snapshot.pickle"))
     on_progress(total, total)
     environment = current_environment()
+    subject = (
+        f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
+        f"{case.precision}, {resolve_implementation(case.attention, device)} attention, "
+        f"{case.phase}"
+    )
     return [
-        *step_records(analysis, _subject(case), environment),
-        *operator_records(analysis, _subject(case), environment),
-        *_flops_predictions(case),
+        *step_records(analysis, subject, environment),
+        *operator_records(analysis, subject, environment),
+        *_flops_predictions(case, subject),
         *_memory_records(case, device, timeline),
-        *_allocation_records(case, timeline),
+        *_allocation_records(subject, timeline),
     ]
 
 
@@ -110,17 +113,13 @@ def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
     return memory_timeline(trace, resident=resident, gradient_addresses=gradient_addresses)
 
 
-def _flops_predictions(case: StepCase) -> list[Record]:
+def _flops_predictions(case: StepCase, subject: str) -> list[Record]:
     """Returns the FLOPs that the matmuls of each phase should take, by the formula."""
     flops = flops_per_token(case.shape, case.batch.context_length)
     expected = {FORWARD: flops.forward}
     if case.phase != "forward":
         expected[BACKWARD] = flops.backward
-    fields = {
-        "subject": _subject(case),
-        "work": OpClass.MATMUL,
-        "operator": ALL_OPERATORS,
-    }
+    fields = {"subject": subject, "work": OpClass.MATMUL, "operator": ALL_OPERATORS}
     return [
         predicted(
             "operator",
@@ -158,12 +157,12 @@ def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeli
     ]
 
 
-def _allocation_records(case: StepCase, timeline: MemoryTimeline) -> list[Record]:
+def _allocation_records(subject: str, timeline: MemoryTimeline) -> list[Record]:
     return [
         measured(
             "allocation",
             {
-                "subject": _subject(case),
+                "subject": subject,
                 "number": number,
                 "category": group.category,
                 "operator": group.operator,
@@ -173,11 +172,3 @@ def _allocation_records(case: StepCase, timeline: MemoryTimeline) -> list[Record
         )
         for number, group in enumerate(timeline.largest, start=1)
     ]
-
-
-def _subject(case: StepCase) -> str:
-    attention = resolve_implementation(case.attention, resolve_device(case.device))
-    return (
-        f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
-        f"{case.precision}, {attention} attention, {case.phase}"
-    )

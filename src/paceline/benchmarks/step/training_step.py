@@ -6,7 +6,8 @@ only when the device is idle, so the laps add up to the step.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
+from paceline.accounting.memory.lower_bounds import minimum_step_bytes
 from paceline.benchmarks.harness.devices import (
     TORCH_DTYPES,
     HardwareLocation,
@@ -21,6 +23,7 @@ from paceline.benchmarks.harness.devices import (
     peak_flops,
     resolve_device,
 )
+from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress, Stopwatch, sample
 from paceline.benchmarks.harness.memory import (
     reset_resident_peak,
@@ -28,16 +31,14 @@ from paceline.benchmarks.harness.memory import (
     step_peaks,
     storage_bytes,
 )
-from paceline.benchmarks.step.config import StepCase
+from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
+from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric, model_case_fields
-
-_CONVENTION_SUFFIXES: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
-
 
 LEARNING_RATE = 1e-4
 
@@ -49,12 +50,8 @@ def _adamw(model: nn.Module) -> Optimizer:
 class TrainingStep:
     """A model, its batch and its optimizer, ready to step.
 
-    Args:
-        case: What to run.
-        device: Where.
-        wrap: What makes the model train with those of other ranks.
-        data_seed: Gives each rank its own batch.
-        make_optimizer: Makes the optimizer of the wrapped model; AdamW by default.
+    `wrap` makes the model train with those of other ranks; `data_seed` gives each rank its own
+    batch; `make_optimizer` makes the optimizer of the wrapped model.
     """
 
     def __init__(
@@ -134,12 +131,9 @@ class TrainingStep:
         reset_resident_peak()
         resident: dict[str, int] = {}
 
-        def noting_resident_peak(name: str, run: Callable[[], None]) -> Callable[[], None]:
-            def phase() -> None:
-                run()
-                resident[name] = resident_peak_bytes()
-
-            return phase
+        def run_and_note(name: str, run: Callable[[], None]) -> None:
+            run()
+            resident[f"resident_peak_{name}_bytes"] = resident_peak_bytes()
 
         phases = {"before_optimizer": self.forward_and_backward}
         if self.phase == "train":
@@ -147,11 +141,9 @@ class TrainingStep:
         peaks = step_peaks(
             self.device,
             resident_tensors=self.resident_tensors(),
-            phases={name: noting_resident_peak(name, run) for name, run in phases.items()},
+            phases={name: partial(run_and_note, name, run) for name, run in phases.items()},
         )
-        return {f"peak_{name}_bytes": value for name, value in peaks.items()} | {
-            f"resident_peak_{name}_bytes": value for name, value in resident.items()
-        }
+        return {f"peak_{name}_bytes": value for name, value in peaks.items()} | resident
 
     def forward_and_backward(self) -> None:
         """Runs a step up to its optimizer."""
@@ -183,14 +175,26 @@ class TrainingStep:
         ]
 
 
+def step_records(sweep: StepSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures every case of the sweep."""
+    subject = Subject(
+        kind="step",
+        measure=measure_step,
+        case_fields=step_case_fields,
+        minimum_bytes=lambda case: minimum_step_bytes(
+            case.shape, case.batch, precision_preset(case.precision), case.phase
+        ),
+    )
+    return isolated_records(subject, sweep.cases(), sweep.limits, on_progress)
+
+
 def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
     """Measures one case in this process and returns its metrics."""
     device = resolve_device(case.device)
     step = TrainingStep(case, device)
+    made_bytes = storage_bytes([*step.model.parameters(), *step.model.buffers()])
     metrics = {
-        "memory_after_init_bytes": Metric(
-            value=storage_bytes([*step.model.parameters(), *step.model.buffers()])
-        ),
+        "memory_after_init_bytes": Metric(value=made_bytes),
         "resident_peak_after_init_bytes": Metric(value=resident_peak_bytes()),
     }
     samples = sample(
@@ -227,7 +231,8 @@ def _rates(case: StepCase, location: HardwareLocation, step_time_s: float) -> di
     tokens_per_s = case.batch.tokens_per_pass / step_time_s
     peak = peak_flops(location, precision_preset(case.precision))
     rates = {"tokens_per_s": tokens_per_s}
-    for convention, suffix in _CONVENTION_SUFFIXES.items():
+    suffixes: dict[AttentionConvention, str] = {"full": "", "causal": "_causal"}
+    for convention, suffix in suffixes.items():
         flops = flops_per_token(
             case.shape,
             case.batch.context_length,

@@ -37,11 +37,10 @@ class Variant:
     @property
     def label(self) -> str:
         """The variant in a few words."""
-        if self.bucket_size_mb is None:
-            return self.strategy
-        unit = "" if self.bucket_size_mb == "auto" else " MiB"
         size = self.bucket_size_mb
-        return f"{self.strategy} {size if size == 'auto' else f'{size:g}'}{unit}"
+        if size is None:
+            return self.strategy
+        return f"{self.strategy} auto" if size == "auto" else f"{self.strategy} {size:g} MiB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

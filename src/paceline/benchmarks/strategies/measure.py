@@ -110,9 +110,8 @@ class DataParallelStep(StrategyStep):
 
     def time_communication(self) -> float:
         """Returns the seconds that the last step's messages take when nothing else goes on."""
-        messages = [
-            torch.zeros(size // 4, device=self.device) for size in message_sizes(self.model)
-        ]
+        sizes = message_sizes(self.model)
+        messages = [torch.zeros(size // 4, device=self.device) for size in sizes]
         dist.barrier()
         synchronize(self.device)
         began = time.perf_counter()
@@ -167,20 +166,15 @@ class Comparison:
 
     def results(self) -> list[VariantResult]:
         """Times communication, takes the memory, and joins what the ranks have measured."""
-        return [
-            self._result(step, samples)
-            for step, samples in zip(self.steps, self.samples, strict=True)
-        ]
+        return list(map(self._result, self.steps, self.samples))
 
     def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:
         if message_sizes(step.model):
             samples[COMMUNICATION] = [step.time_communication() for _ in range(_BARE_REPETITIONS)]
-        joined = {
-            name: reduce_numbers(
-                values, dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX, self.device
-            )
-            for name, values in samples.items()
-        }
+        joined = {}
+        for name, values in samples.items():
+            chosen = dist.ReduceOp.MIN if name == EXPOSED else dist.ReduceOp.MAX
+            joined[name] = reduce_numbers(values, chosen, self.device)
         model = step.model
         return VariantResult(
             samples=joined,

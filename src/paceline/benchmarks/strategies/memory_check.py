@@ -50,9 +50,8 @@ def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[St
     """Returns a lower bound for the GPU, or for the host, that holds most."""
     by_rank = np.zeros(ranks.world_size, dtype=np.int64)
     for strategy in strategies:
-        states = rank_state_bytes(
-            case.shape, precision_preset(case.precision), strategy, ranks.world_size
-        )
+        precision = precision_preset(case.precision)
+        states = rank_state_bytes(case.shape, precision, strategy, ranks.world_size)
         by_rank += states.parameters + states.gradients + states.optimizer_state
     if ranks.topology["device"] == "cuda":
         return int(by_rank.max())

@@ -89,9 +89,8 @@ def _records(
             if step.label == variant.label:
                 by_rank.setdefault(step.rank, []).append(step)
         first = by_rank[min(by_rank)]
-        drawn = sorted(range(len(first)), key=lambda round_: first[round_].times.step)[
-            len(first) // 2
-        ]
+        by_time = sorted(range(len(first)), key=lambda round_: first[round_].times.step)
+        drawn = by_time[len(first) // 2]
         fields = case_fields(case, variant, ranks)
         for rank, steps in by_rank.items():
             numbers = {**part_samples(steps), **_details(steps[drawn])}
@@ -101,8 +100,9 @@ def _records(
             yield measured("timeline", {**fields, "rank": rank}, numbers)
         prediction = stats[drawn]
         if prediction is not None:
-            backward_s = _start_of(first[drawn], BACKWARD)
-            expected = _predict(prediction, traced.cost, backward_s)
+            spans = first[drawn].times.ranges
+            backward_ns = next(span.start for span in spans if span.name == BACKWARD)
+            expected = _predict(prediction, traced.cost, backward_ns * NANOSECOND)
             yield predicted("timeline", {**fields, "rank": min(by_rank)}, expected)
 
 
@@ -126,10 +126,6 @@ def _details(step: StepOverlap) -> dict[str, list[float]]:
     return {
         name: [value * NANOSECOND for value in values] for name, values in details.items() if values
     }
-
-
-def _start_of(step: StepOverlap, phase: str) -> float:
-    return next(span.start for span in step.times.ranges if span.name == phase) * NANOSECOND
 
 
 def _predict(stats: SynchronizationStats, cost: GroupCost, backward_start_s: float) -> Numbers:

@@ -15,13 +15,7 @@ from paceline.records import CaseValue
 
 
 class StrategyStep(TrainingStep):
-    """A step of one of several ranks; its tensors are what this rank holds of them.
-
-    Args:
-        case: What to run.
-        variant: The strategy.
-        device: Where.
-    """
+    """A step of one of several ranks; its tensors are what this rank holds of them."""
 
     def __init__(self, case: StepCase, variant: Variant, device: torch.device) -> None:
         self.strategy = variant.strategy

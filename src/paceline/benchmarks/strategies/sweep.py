@@ -37,10 +37,7 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
 
 
 def prepare_and_warm_up(
-    sweep: DataParallelSweep,
-    case: DataParallelCase,
-    ranks: MeasuringRanks,
-    on_progress: Progress,
+    sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> None:
     """Builds all strategies on every rank, and runs the rounds that are not measured."""
     ranks.run(prepare, case)
@@ -50,10 +47,7 @@ def prepare_and_warm_up(
 
 
 def _records_of(
-    sweep: DataParallelSweep,
-    case: DataParallelCase,
-    ranks: MeasuringRanks,
-    on_progress: Progress,
+    sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> Iterator[Record]:
     results: list[VariantResult] | None = None
     outcome: Outcome = "skipped"
@@ -96,10 +90,7 @@ def _predictions(
 
 
 def _measure(
-    sweep: DataParallelSweep,
-    case: DataParallelCase,
-    ranks: MeasuringRanks,
-    on_progress: Progress,
+    sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> list[VariantResult]:
     prepare_and_warm_up(sweep, case, ranks, on_progress)
     # Every rank adds up the same times, the slowest one's, so that all stop after the same round.

@@ -15,10 +15,10 @@ from paceline.benchmarks.attention.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.attention.measure import (
     attention_case_fields,
     attention_obstacle,
+    attention_records,
     measure_attention,
 )
 from paceline.benchmarks.attention.run import AttentionRun
-from paceline.benchmarks.attention.sweep import attention_records
 from paceline.benchmarks.attention.timer import do_bench_samples
 from paceline.benchmarks.harness.devices import TORCH_DTYPES, HardwareLocation
 from paceline.core.units import MIB
