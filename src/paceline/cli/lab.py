@@ -87,10 +87,7 @@ def _run_command(command: RunCommand) -> int:
         loss=0.0 if command.loss is None else parse_loss(command.loss),
     )
     return run_in_lab(
-        command.command,
-        num_hosts=command.hosts,
-        ranks_per_host=command.ranks_per_host,
-        link=link,
+        command.command, num_hosts=command.hosts, ranks_per_host=command.ranks_per_host, link=link
     )
 
 

@@ -110,23 +110,28 @@ def run(command: PlanCommand) -> int:
         return run_step(question)
     if isinstance(question, BacktestCommand):
         return run_backtest(question)
+    explanations: Sequence[Explanation]
     if isinstance(question, AccountCommand):
         from paceline.course.accounting import account
 
-        _print(account(model_preset(question.model)), question.output)
-        return 0
-    if isinstance(question, MemoryCommand):
-        _print([_explain_memory(question)], question.output)
-        return 0
-    from paceline.accounting.communication.overlap_explained import explain_overhead
+        explanations = account(model_preset(question.model))
+    elif isinstance(question, MemoryCommand):
+        explanations = [_explain_memory(question)]
+    else:
+        from paceline.accounting.communication.overlap_explained import explain_overhead
 
-    explanation = explain_overhead(
-        total_bytes=parse_bytes(question.size),
-        bytes_per_s=parse_rate(question.bandwidth) / 8,
-        latency_s=parse_seconds(question.latency, "latency"),
-        backward_s=question.backward_s,
-    )
-    _print([explanation], question.output)
+        explanation = explain_overhead(
+            total_bytes=parse_bytes(question.size),
+            bytes_per_s=parse_rate(question.bandwidth) / 8,
+            latency_s=parse_seconds(question.latency, "latency"),
+            backward_s=question.backward_s,
+        )
+        explanations = [explanation]
+    if question.output.json:
+        for explanation in explanations:
+            print_json(explanation)
+    else:
+        sys.stdout.write("\n\n".join(explanation.render() for explanation in explanations) + "\n")
     return 0
 
 
@@ -161,11 +166,3 @@ def _explain_memory(question: MemoryCommand) -> "Explanation":
             sys.stdout.write(verdict.replace("does_not_fit", "does not fit") + "\n\n")
         sys.stdout.write(instants_text(instants) + "\n\n")
     return explain_memory(plan, question.world_size, device=device)
-
-
-def _print(explanations: "Sequence[Explanation]", output: OutputOptions) -> None:
-    if output.json:
-        for explanation in explanations:
-            print_json(explanation)
-    else:
-        sys.stdout.write("\n\n".join(explanation.render() for explanation in explanations) + "\n")

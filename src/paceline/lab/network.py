@@ -60,22 +60,13 @@ class Host:
     """Words to put before a command so that it runs on this host."""
 
     def run(self, *command: str) -> str:
-        """Runs a command on this host and returns its output; failing is an error.
-
-        Args:
-            command: The program and its arguments.
-        """
+        """Runs a command on this host and returns its output; failing is an error."""
         return _run([*self.prefix, *command])
 
 
 @contextlib.contextmanager
 def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
-    """Makes hosts that reach each other through a switch, each over a link of its own.
-
-    Args:
-        count: How many.
-        link: Rate, delay and loss of every host's link; unshaped by default.
-    """
+    """Makes hosts behind one switch, each with a link of its own, which is unshaped by default."""
     link = link or LinkShape()
     if not 1 <= count <= _MAX_HOSTS:
         raise LabError(f"between 1 and {_MAX_HOSTS} hosts are possible, not {count}")
@@ -129,8 +120,10 @@ def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
 @contextlib.contextmanager
 def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Holds a new namespace and yields the words that run a command in it."""
+    # Only the first namespace of an ordinary user makes a user namespace; the others enter it.
+    new_user = [] if _is_root() or prefix else ["--user", "--map-root-user"]
     holder = subprocess.Popen(
-        [*prefix, "unshare", *_new_user_namespace(prefix), "--net", "sh", "-c", _HOLDER],
+        [*prefix, "unshare", *new_user, "--net", "sh", "-c", _HOLDER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -138,7 +131,8 @@ def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     )
     try:
         _wait_until_held(holder)
-        yield (*_nsenter(holder.pid), "--net")
+        user = () if _is_root() else ("--user", "--preserve-credentials")
+        yield ("nsenter", "--target", str(holder.pid), *user, "--net")
     finally:
         assert holder.stdin is not None
         with contextlib.suppress(OSError):
@@ -174,23 +168,13 @@ def _is_root() -> bool:
     return os.geteuid() == 0
 
 
-def _new_user_namespace(prefix: tuple[str, ...]) -> list[str]:
-    # Only the first namespace of an ordinary user makes a user namespace; the others enter it.
-    return [] if _is_root() or prefix else ["--user", "--map-root-user"]
-
-
-def _nsenter(pid: int) -> tuple[str, ...]:
-    user = () if _is_root() else ("--user", "--preserve-credentials")
-    return ("nsenter", "--target", str(pid), *user)
-
-
 def _without_network(prefix: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the words that enter the same user namespace but keep the own network."""
     return () if _is_root() else tuple(word for word in prefix if word != "--net")
 
 
 def _require_tools(link: LinkShape) -> None:
-    tools = {**_TOOLS, **({"iptables": "iptables"} if link.loss > 0 else {})}
+    tools = _TOOLS | ({"iptables": "iptables"} if link.loss > 0 else {})
     for tool, package in tools.items():
         if shutil.which(tool) is None:
             raise LabError(f"{tool} is not installed; it is in the package {package}")

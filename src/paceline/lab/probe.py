@@ -29,11 +29,8 @@ def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = N
     queue_bytes = largest if rate_bits_per_s is None else int(rate_bits_per_s / 8 * _QUEUE_S)
     buffer_bytes = min(largest, max(smallest, queue_bytes))
     module = [sys.executable, "-m", "paceline.lab.probe"]
-    receiving = subprocess.Popen(
-        [*receiver.prefix, *module, "receive", receiver.address],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    listen = [*receiver.prefix, *module, "receive", receiver.address]
+    receiving = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True)
     try:
         assert receiving.stdout is not None
         port = receiving.stdout.readline().strip()

@@ -75,7 +75,15 @@ def start_slurm(
     _write_configuration(directory, num_nodes, cpus_per_node, gpus_per_node)
     configuration = str(directory / "slurm.conf")
     try:
-        _start_munge(directory, key)
+        munge_files = {
+            "socket": "run/munge.socket",
+            "key-file": key.name,
+            "pid-file": "run/munged.pid",
+            "log-file": "log/munged.log",
+            "seed-file": "state/munge.seed",
+        }
+        options = [f"--{name}={directory}/{file}" for name, file in munge_files.items()]
+        _start(["munged", "--force", *options], directory)
         _start(["slurmctld", "-f", configuration], directory)
         for index in range(num_nodes):
             _start(["slurmd", "-f", configuration, "-N", f"n{index + 1}"], directory)
@@ -92,7 +100,9 @@ def stop_slurm(directory: pathlib.Path) -> None:
     if slurm_status(directory).state == "running":
         # A daemon that ends leaves its jobs running, by design.
         _client(directory, "scancel", f"--user={getpass.getuser()}")
-        _wait_for_jobs(directory)
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while _client(directory, "squeue", "--noheader") and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
     # Nodes first, so that the controller still hears their goodbye; munge last.
     order = {"slurmd": 0, "slurmctld": 1, "munged": 2}
     files = sorted(
@@ -115,8 +125,7 @@ def slurm_status(directory: pathlib.Path) -> SlurmStatus:
     with contextlib.suppress(FileNotFoundError, ValueError):
         pid = int((directory / "run" / "slurmctld.pid").read_text())
         if _is_own_daemon(pid, directory):
-            nodes = _sinfo(directory)
-            return dataclasses.replace(status, state="running", nodes=nodes)
+            return dataclasses.replace(status, state="running", nodes=_sinfo(directory))
     return status
 
 
@@ -168,21 +177,6 @@ def _write_configuration(
     (directory / "gres.conf").write_text("\n".join(gres_lines) + "\n")
 
 
-def _start_munge(directory: pathlib.Path, key: pathlib.Path) -> None:
-    _start(
-        [
-            "munged",
-            "--force",
-            f"--socket={directory}/run/munge.socket",
-            f"--key-file={key}",
-            f"--pid-file={directory}/run/munged.pid",
-            f"--log-file={directory}/log/munged.log",
-            f"--seed-file={directory}/state/munge.seed",
-        ],
-        directory,
-    )
-
-
 def _start(command: list[str], directory: pathlib.Path) -> None:
     program = _find(command[0])
     assert program is not None
@@ -219,29 +213,18 @@ def _sinfo(directory: pathlib.Path) -> tuple[str, ...]:
     return tuple(_client(directory, "sinfo", "--noheader", "--Node", "--format=%N %T").splitlines())
 
 
-def _wait_for_jobs(directory: pathlib.Path) -> None:
-    deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while _client(directory, "squeue", "--noheader") and time.monotonic() < deadline:
-        time.sleep(_POLL_INTERVAL_S)
-
-
 def _client(directory: pathlib.Path, *command: str) -> str:
     """Runs one of Slurm's commands against this cluster and returns what it prints."""
-    result = subprocess.run(
-        command,
-        env={**os.environ, "SLURM_CONF": str(directory / "slurm.conf")},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    return result.stdout
+    environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 def _require_own(directory: pathlib.Path) -> None:
     """Makes the directory for this user alone, and refuses one that is somebody else's."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid():
+    if directory.stat().st_uid != os.geteuid():
         raise SlurmError(f"{directory} belongs to another user; choose another --directory")
     directory.chmod(0o700)
 

@@ -161,23 +161,16 @@ def measure_sizes(
 def _compute_records(
     shapes: ComputeShapes, samples: Samples, topology: dict[str, CaseValue]
 ) -> Iterator[Record]:
-    parts: list[tuple[str, dict[str, Any]]] = [
-        *(("linear", dataclasses.asdict(linear)) for linear in shapes.linears),
-        *(
-            ("attention", _attention_fields(dataclasses.asdict(attention), topology))
-            for attention in shapes.attentions
-        ),
-        *((name, {}) for name in ("stream", "copy", "call", "optimizer")),
-    ]
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for linear in shapes.linears:
+        parts.append(("linear", dataclasses.asdict(linear)))
+    implementation = resolve_implementation("auto", str(topology["device"]))
+    for attention in shapes.attentions:
+        shape = dataclasses.asdict(attention)
+        batch = shape.pop("num_sequences")
+        parts.append(("attention", {"batch": batch, **shape, "attention": implementation}))
+    parts += [(name, {}) for name in ("stream", "copy", "call", "optimizer")]
     precision = torch.get_float32_matmul_precision()
     for (quantity, fields), laps in zip(parts, samples.values(), strict=True):
         case = {"quantity": quantity, **topology, **fields}
         yield measured("calibration", {**case, "float32_matmul_precision": precision}, laps)
-
-
-def _attention_fields(shape: dict[str, Any], topology: dict[str, CaseValue]) -> dict[str, Any]:
-    return {
-        "batch": shape.pop("num_sequences"),
-        **shape,
-        "attention": resolve_implementation("auto", str(topology["device"])),
-    }
