@@ -163,7 +163,13 @@ def attention_key_value_gradient_kernel(
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values, from all heads that share it."""
     # The first keys are seen by most queries: here the heaviest tiles start first by themselves.
-    first_key, _, batch, key_head = own_tile(num_keys, num_heads // group, BLOCK_KEYS, False)
+    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
+    program = tl.program_id(0)
+    first_key = program % num_tiles * BLOCK_KEYS
+    matrix = program // num_tiles
+    num_key_heads = num_heads // group
+    batch = (matrix // num_key_heads).to(tl.int64)
+    key_head = (matrix % num_key_heads).to(tl.int64)
     key += batch * key_batch_stride + key_head * key_head_stride
     value += batch * value_batch_stride + key_head * value_head_stride
     key_gradient += batch * key_gradient_batch_stride + key_head * key_gradient_head_stride

@@ -17,22 +17,22 @@ import triton.language as tl
 
 
 @triton.jit
-def own_tile(num_rows, num_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Returns the first row of this program's tile, and the matrix, sequence and head it is of.
+def own_tile(num_queries, num_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Returns the first query of this program's tile, and the matrix, sequence and head it is of.
 
     A head's tiles are neighbours, so that its keys and values stay in the cache. Those that see
     most start first, so that no long one is left over at the end.
     """
-    num_tiles = tl.cdiv(num_rows, BLOCK)
+    num_tiles = tl.cdiv(num_queries, BLOCK)
     program = tl.program_id(0)
     tile = program % num_tiles
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
-    first_row = tile * BLOCK
+    first_query = tile * BLOCK
     matrix = program // num_tiles
     batch = (matrix // num_heads).to(tl.int64)
     head = (matrix % num_heads).to(tl.int64)
-    return first_row, matrix, batch, head
+    return first_query, matrix, batch, head
 
 
 @triton.jit
