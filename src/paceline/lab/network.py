@@ -60,13 +60,22 @@ class Host:
     """Words to put before a command so that it runs on this host."""
 
     def run(self, *command: str) -> str:
-        """Runs a command on this host and returns its output; failing is an error."""
+        """Runs a command on this host and returns its output; failing is an error.
+
+        Args:
+            command: The program and its arguments.
+        """
         return _run([*self.prefix, *command])
 
 
 @contextlib.contextmanager
 def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
-    """Makes hosts behind one switch, each with a link of its own, which is unshaped by default."""
+    """Makes hosts that reach each other through a switch, each over a link of its own.
+
+    Args:
+        count: How many.
+        link: Rate, delay and loss of every host's link; unshaped by default.
+    """
     link = link or LinkShape()
     if not 1 <= count <= _MAX_HOSTS:
         raise LabError(f"between 1 and {_MAX_HOSTS} hosts are possible, not {count}")
