@@ -149,3 +149,12 @@ def test_what_is_not_predicted_is_refused() -> None:
     with pytest.raises(UsageError, match="no buckets"):
         strategy_step_terms(SHAPE, BATCH, "flat", make_calibration(), 25.0)
     assert set(BUCKET_STRATEGIES) & set(PREDICTED) == {"bucketed", "torch_ddp", "sharded"}
+
+
+def test_a_gpu_hides_launches_behind_its_work() -> None:
+    on_cpu = make_calibration()
+    on_gpu = dataclasses.replace(on_cpu, topology={**on_cpu.topology, "device": "cuda"})
+    eager, hidden = (compute_time(SHAPE, BATCH, each).forward for each in (on_cpu, on_gpu))
+    for plain, behind in zip(eager, hidden, strict=True):
+        busy_s = plain.total_s - plain.launch_s
+        assert behind.total_s == pytest.approx(max(busy_s, plain.launch_s))
