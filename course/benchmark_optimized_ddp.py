@@ -30,11 +30,7 @@ def main() -> int:
     add_arguments(parser)
     arguments = parser.parse_args()
     bucketed = arguments.mode == "bucketed"
-    benchmark(
-        arguments,
-        STRATEGIES[arguments.mode],
-        arguments.bucket_size_mb if bucketed else None,
-    )
+    benchmark(arguments, STRATEGIES[arguments.mode], arguments.bucket_size_mb if bucketed else None)
     return 0
 
 

@@ -125,11 +125,7 @@ def main() -> int:
                 "warmup": WARMUP,
                 "rounds": rounds,
             },
-            {
-                "time_ratio": ratio,
-                "time_s": subject,
-                "baseline_time_s": baseline,
-            },
+            {"time_ratio": ratio, "time_s": subject, "baseline_time_s": baseline},
         )
         RecordStore(arguments.store).append(record)
         print(

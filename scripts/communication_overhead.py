@@ -73,11 +73,7 @@ def main() -> int:
                     "warmup": WARMUP,
                     "rounds": rounds,
                 },
-                {
-                    "time_ratio": ratio,
-                    "time_s": subject,
-                    "baseline_time_s": baseline,
-                },
+                {"time_ratio": ratio, "time_s": subject, "baseline_time_s": baseline},
             )
             RecordStore(arguments.store).append(record)
             print(f"{size_bytes}: {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})")

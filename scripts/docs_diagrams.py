@@ -22,11 +22,7 @@ class _Stage:
 
 
 _STAGES = (
-    _Stage(
-        title="data parallel",
-        sharded=(),
-        sent="all-reduce of gradients: 2Ψ",
-    ),
+    _Stage(title="data parallel", sharded=(), sent="all-reduce of gradients: 2Ψ"),
     _Stage(
         title="sharded optimizer\n(ZeRO-1's memory)",
         sharded=("optimizer state",),

@@ -26,13 +26,7 @@ from buy_runs import (
     scout_learning_rates,
     shape_request,
 )
-from training_service import (
-    TRAIN_FLOPS,
-    Reply,
-    RunRequest,
-    ServiceError,
-    TrainingService,
-)
+from training_service import TRAIN_FLOPS, Reply, RunRequest, ServiceError, TrainingService
 
 from paceline.core.errors import UsageError
 from paceline.scaling.experiments.candidates import (

@@ -16,11 +16,7 @@ from docs_tables import repeats_table
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
-from paceline.accounting.goodput import (
-    best_checkpoint_interval_s,
-    goodput,
-    interruption_interval_s,
-)
+from paceline.accounting.goodput import best_checkpoint_interval_s, goodput, interruption_interval_s
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal

@@ -69,11 +69,7 @@ def main() -> int:
         store.append(
             Record(
                 kind="scaling_study",
-                case={
-                    "study": f"speed with {num_runs} runs",
-                    "noise": _NOISE,
-                    "num_draws": _DRAWS,
-                },
+                case={"study": f"speed with {num_runs} runs", "noise": _NOISE, "num_draws": _DRAWS},
                 environment=capture_environment(),
                 metrics={name: Metric(value=value) for name, value in values.items()},
                 outcome="ok",

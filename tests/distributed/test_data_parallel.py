@@ -13,11 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from paceline.parallel import (
-    BucketedDataParallel,
-    RankError,
-    RankPool,
-)
+from paceline.parallel import BucketedDataParallel, RankError, RankPool
 from tests.distributed.toys import (
     CONTAINERS,
     MODELS,
@@ -476,10 +472,7 @@ def _inside_and_outside(rank: int, _world_size: int) -> None:
 
 
 def test_a_gradient_that_comes_after_its_bucket_has_gone_is_refused_by_name() -> None:
-    with (
-        RankPool(2, timeout_s=60) as pool,
-        pytest.raises(RankError, match=r"'layer\.\w+' got a"),
-    ):
+    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=r"'layer\.\w+' got a"):
         pool.run(_inside_and_outside)
 
 

@@ -276,11 +276,7 @@ def _require_close_gradients(container: FullyShardedDataParallel, oracle: nn.Mod
 
 def _require_close_tensor(own: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
-        own,
-        expected.detach(),
-        atol=1e-6,
-        rtol=1e-6,
-        msg=lambda text: f"{what}: {text}",
+        own, expected.detach(), atol=1e-6, rtol=1e-6, msg=lambda text: f"{what}: {text}"
     )
 
 

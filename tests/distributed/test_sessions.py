@@ -178,15 +178,7 @@ def test_slurm(slurm: dict[str, str], options: list[str], world_size: int, num_h
 )
 def test_slurm_passes_exit_codes(slurm: dict[str, str], options: list[str]) -> None:
     failed = _run(
-        "srun",
-        "-N",
-        "1",
-        *options,
-        PYTHON,
-        EXAMPLE,
-        "--fail-on-rank",
-        "1",
-        environment=slurm,
+        "srun", "-N", "1", *options, PYTHON, EXAMPLE, "--fail-on-rank", "1", environment=slurm
     )
     assert failed.returncode == 3, failed.stderr
     assert _nothing_is_left()

@@ -12,10 +12,7 @@ from paceline.records import Record
 from paceline.records.store import decode_record
 
 BIN = pathlib.Path(sys.executable).parent
-TORCHRUN = [
-    *(str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"),
-    *("-m", "paceline"),
-]
+TORCHRUN = [*(str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"), *("-m", "paceline")]
 SMALL = ["bench", "comm", "--sizes", "10KB", "1MB", "--steps", "3", "--device", "cpu", "--json"]
 
 

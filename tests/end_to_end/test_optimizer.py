@@ -61,9 +61,7 @@ def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
     assert halves[:2] == [4 * PARAMETERS, 2 * PARAMETERS]
     for name in ("fully_sharded", "torch_fsdp2"):
         shards = _bytes(measured[name], "before_step")
-        assert shards[:3] == [
-            *(2 * PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS + 4 * TENSORS),
-        ]
+        assert shards[:3] == [*(2 * PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS + 4 * TENSORS)]
         assert _bytes(measured[name], "after_init")[0] == 2 * PARAMETERS
 
 

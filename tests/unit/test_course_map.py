@@ -321,7 +321,7 @@ MEASURED: dict[str, Callable[[], list[str]]] = {
         f"in {_value('ddp-2gbit', 'num_messages', strategy='naive'):.0f} messages",
     ],
     "transformer_naive_ddp_benchmarking": lambda: [
-        f"75 calls cost {int(_exposed('naive')) - int(_exposed('flat'))} ms more than one",
+        f"75 calls cost {int(_exposed('naive')) - int(_exposed('flat'))} ms more than one"
     ],
     "minimal_ddp_flat_benchmarking": lambda: [
         f"{_step('flat')} ms instead of {_step('naive')}",

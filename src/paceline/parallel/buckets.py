@@ -83,10 +83,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
 
 
 def place_tensors(
-    tensors: Sequence[TensorSpec],
-    indices: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    tensors: Sequence[TensorSpec], indices: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> BucketPlan:
     """Lays tensors one behind another, each aligned."""
     itemsize = dtype.itemsize

@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.accounting.communication.buckets import assign_largest_first, equal_share
-from paceline.parallel.buckets import (
-    BucketPlan,
-    Slot,
-    TensorSpec,
-    place_tensors,
-    plan_buckets,
-)
+from paceline.parallel.buckets import BucketPlan, Slot, TensorSpec, place_tensors, plan_buckets
 
 
 class Partition(enum.StrEnum):

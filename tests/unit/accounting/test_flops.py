@@ -13,10 +13,7 @@ from paceline.models import TransformerLM, next_token_loss
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.integers(1, 3),
-    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
-    st.integers(2, 24),
-    st.booleans(),
+    st.integers(1, 3), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.integers(2, 24), st.booleans()
 )
 def test_the_full_convention_is_what_torch_counts(
     num_layers: int, heads: tuple[int, int], context: int, tied: bool

@@ -3,11 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.goodput import (
-    best_checkpoint_interval_s,
-    goodput,
-    interruption_interval_s,
-)
+from paceline.accounting.goodput import best_checkpoint_interval_s, goodput, interruption_interval_s
 
 
 def test_a_published_run() -> None:

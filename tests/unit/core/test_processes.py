@@ -53,10 +53,7 @@ def _start(code: str) -> "subprocess.Popen[bytes]":
         (["", ""], (0, None)),
         (["exit(3)", "import time; time.sleep(60)"], (3, "rank 0")),
         # The second has failed first, and takes its time to leave.
-        (
-            ["exit(1)", "import time; time.sleep(0.5); raise SystemExit(3)"],
-            (3, "rank 1"),
-        ),
+        (["exit(1)", "import time; time.sleep(0.5); raise SystemExit(3)"], (3, "rank 1")),
         (["exit(1)", "import time; time.sleep(0.2)"], (1, "rank 0")),
         (["exit(1)", "import time; time.sleep(60)"], (1, "rank 0")),
         (["import time; time.sleep(0.5)", "import os; os.kill(os.getpid(), 9)"], (137, "rank 1")),

@@ -22,13 +22,7 @@ from fake_training_service import (
     random_truth,
     serve,
 )
-from training_service import (
-    TRAIN_FLOPS,
-    HttpTrainingService,
-    Reply,
-    RunRequest,
-    ServiceError,
-)
+from training_service import TRAIN_FLOPS, HttpTrainingService, Reply, RunRequest, ServiceError
 
 from paceline.core.errors import UsageError
 from tests.unit.scaling.surfaces import SURFACE

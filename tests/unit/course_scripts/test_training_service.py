@@ -10,12 +10,7 @@ import training_service
 from training_service import HttpTrainingService, RunRequest, ServiceError
 
 REQUEST = RunRequest(
-    d_model=512,
-    num_layers=8,
-    num_heads=8,
-    batch_size=128,
-    learning_rate=3e-4,
-    train_flops=1e15,
+    d_model=512, num_layers=8, num_heads=8, batch_size=128, learning_rate=3e-4, train_flops=1e15
 )
 
 

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.accounting.communication.buckets import EDGE_BYTES
-from paceline.parallel.buckets import (
-    Bucket,
-    TensorSpec,
-    plan_buckets,
-    tensor_spec,
-    view_like,
-)
+from paceline.parallel.buckets import Bucket, TensorSpec, plan_buckets, tensor_spec, view_like
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,7 @@ from typing import Any
 from paceline.accounting.communication.alpha_beta_fit import CollectiveFit, Segment
 from paceline.accounting.communication.overlap_simulator import Contention
 from paceline.core.plan import Estimate
-from paceline.prediction.calibration import (
-    Calibration,
-    Timed,
-    attention_work,
-    linear_work,
-)
+from paceline.prediction.calibration import Calibration, Timed, attention_work, linear_work
 from paceline.records import Metric, Record, capture_environment
 
 PLACE: dict[str, Any] = {

@@ -15,13 +15,7 @@ from paceline.prediction.backtest import (
     summarize,
 )
 
-FACTORS = {
-    "matmul": 1.2,
-    "elementwise": 0.7,
-    "update": 1.5,
-    "contention": 1.0,
-    "exposed": 0.8,
-}
+FACTORS = {"matmul": 1.2, "elementwise": 0.7, "update": 1.5, "contention": 1.0, "exposed": 0.8}
 
 
 def _cases(number: int, noise: float, seed: int = 0) -> list[BacktestCase]:

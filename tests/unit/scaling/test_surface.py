@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.scaling.surface import (
-    EPOCH,
-    HOFFMANN,
-    HOFFMANN_ROUNDED,
-    LossSurface,
-    tokens_for,
-)
+from paceline.scaling.surface import EPOCH, HOFFMANN, HOFFMANN_ROUNDED, LossSurface, tokens_for
 
 surfaces = st.builds(
     LossSurface,
@@ -70,11 +64,7 @@ def test_published_exponents() -> None:
 def test_impossible_surfaces_and_losses() -> None:
     with pytest.raises(UsageError, match="token_scale is 0"):
         LossSurface(
-            irreducible=1,
-            parameter_scale=1,
-            parameter_exponent=1,
-            token_scale=0,
-            token_exponent=1,
+            irreducible=1, parameter_scale=1, parameter_exponent=1, token_scale=0, token_exponent=1
         )
     with pytest.raises(UsageError, match="no compute reaches a loss of 1"):
         HOFFMANN.compute_for_loss(1.0)

@@ -7,11 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from paceline.benchmarks.harness.config import DeviceName, RunLimits
-from paceline.benchmarks.harness.devices import (
-    HardwareLocation,
-    describe_hardware,
-    resolve_device,
-)
+from paceline.benchmarks.harness.devices import HardwareLocation, describe_hardware, resolve_device
 from paceline.benchmarks.harness.isolation import run_isolated
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.memory import usable_memory_bytes

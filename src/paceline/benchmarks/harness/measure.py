@@ -37,12 +37,7 @@ class Stopwatch:
 
 
 def sample(
-    run: Callable[[], Laps],
-    *,
-    warmup: int,
-    steps: int,
-    time_limit_s: float,
-    on_progress: Progress,
+    run: Callable[[], Laps], *, warmup: int, steps: int, time_limit_s: float, on_progress: Progress
 ) -> dict[str, list[float]]:
     """Runs `warmup` times unmeasured, then up to `steps` times, and gathers the laps.
 

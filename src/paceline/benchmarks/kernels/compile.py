@@ -32,12 +32,7 @@ from paceline.records import CaseValue, Record
 if TYPE_CHECKING:
     from paceline.kernels.attention.triton.launch import KernelLaunch
 
-KERNELS: tuple[AttentionKernel, ...] = (
-    "forward",
-    "delta",
-    "key_value_gradient",
-    "query_gradient",
-)
+KERNELS: tuple[AttentionKernel, ...] = ("forward", "delta", "key_value_gradient", "query_gradient")
 WORK_LENGTH = 4096
 """The length for which work is counted; ragged kernels are compiled for one key more."""
 _TIMEOUT_S = 600.0

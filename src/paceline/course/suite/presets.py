@@ -17,12 +17,7 @@ _BATCH = 4
 _CONTEXT = 128
 """Tokens per sequence wherever the question does not vary them."""
 _PRECISIONS = ("float32", "bfloat16")
-_KERNELS: dict[str, CaseValue] = {
-    "head_dim": 64,
-    "mask": "causal",
-    "lengths": "even",
-    "group": 1,
-}
+_KERNELS: dict[str, CaseValue] = {"head_dim": 64, "mask": "causal", "lengths": "even", "group": 1}
 """One variant of every kernel: the usual one of training."""
 _OVERLAP_RATE = "2gbit"
 """A link that takes about as long as backward of the laptop's model."""

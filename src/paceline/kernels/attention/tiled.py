@@ -185,6 +185,5 @@ def _hide(scores: Tensor, tile: Tile, diagonal: int | None) -> None:
     partly = scores.view(-1, num_queries, scores.shape[-1])[..., first_hidden:]
     hidden = torch.ones(partly.shape[1:], dtype=torch.bool, device=scores.device)
     partly.masked_fill_(
-        hidden.triu_(tile.first_query + diagonal + 1 - tile.first_key - first_hidden),
-        float("-inf"),
+        hidden.triu_(tile.first_query + diagonal + 1 - tile.first_key - first_hidden), float("-inf")
     )

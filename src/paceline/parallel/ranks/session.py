@@ -72,10 +72,7 @@ class Session:
 
 @contextlib.contextmanager
 def distributed_session(
-    *,
-    ranks_per_host: int | None = None,
-    device: str = "auto",
-    timeout_s: float = 600.0,
+    *, ranks_per_host: int | None = None, device: str = "auto", timeout_s: float = 600.0
 ) -> Iterator[Session]:
     """Joins the process group, and leaves it in the end.
 

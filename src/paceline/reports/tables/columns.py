@@ -55,9 +55,7 @@ def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> s
 def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:
     """Shows a metric, with its interval where it has one."""
     return Column(
-        header=header,
-        metrics=(metric,),
-        format=lambda metrics: with_interval(metrics[0], write),
+        header=header, metrics=(metric,), format=lambda metrics: with_interval(metrics[0], write)
     )
 
 

@@ -47,12 +47,7 @@ def diagnose(
         level: Probability with which the intervals compared hold the truth.
     """
     targets = np.asarray(compute, dtype=np.float64)
-    findings = [
-        *_left_out(fit.sweep),
-        *_compute_counting(fit.sweep),
-        *_budgets(fit),
-        *_edges(fit),
-    ]
+    findings = [*_left_out(fit.sweep), *_compute_counting(fit.sweep), *_budgets(fit), *_edges(fit)]
     if fit.has_surface:
         findings += [
             *_outliers(fit),

@@ -55,10 +55,7 @@ def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
     require_replicates("huber", float(drawn.is_converged.mean()))
     surface = surface_of(_surfaces(best[None], objective[:1], centres), 0)
     return SurfaceFit(
-        method="huber",
-        surface=surface,
-        replicates=drawn,
-        residuals=residuals_of(surface, sweep),
+        method="huber", surface=surface, replicates=drawn, residuals=residuals_of(surface, sweep)
     )
 
 
@@ -142,7 +139,5 @@ def _surfaces(theta: Array, objective: Array, centres: Array) -> FittedSurfaces:
     coefficients[:, [0, 1, 3]] = np.exp(coefficients[:, [0, 1, 3]])
     is_inside = (exponents > _EXPONENT_RANGE[0]) & (exponents < _EXPONENT_RANGE[1])
     return FittedSurfaces(
-        coefficients=coefficients,
-        squares=objective,
-        is_converged=np.asarray(is_inside.all(axis=1)),
+        coefficients=coefficients, squares=objective, is_converged=np.asarray(is_inside.all(axis=1))
     )

@@ -51,10 +51,7 @@ def fit_log_line(compute: Array, values: Array) -> LogLine:
         slope = (is_known * x * y).sum(axis=1) / (is_known * x**2).sum(axis=1)
     residual = is_known * (y - slope[:, None] * x)
     return LogLine(
-        centre=centre,
-        level=mean_y - slope * mean_x,
-        slope=slope,
-        squares=(residual**2).sum(axis=1),
+        centre=centre, level=mean_y - slope * mean_x, slope=slope, squares=(residual**2).sum(axis=1)
     )
 
 

@@ -75,11 +75,7 @@ def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) 
         return _linearize(exponents, log_n, log_d, per_square[rows], losses[rows])
 
     found = minimize(
-        start,
-        linearize,
-        bounds=EXPONENT_RANGE,
-        max_steps=_MAX_STEPS,
-        step_tolerance=CONVERGED_STEP,
+        start, linearize, bounds=EXPONENT_RANGE, max_steps=_MAX_STEPS, step_tolerance=CONVERGED_STEP
     )
     exponents = found.coefficients
     linear = _solve(exponents, log_n, log_d, per_square, losses).linear

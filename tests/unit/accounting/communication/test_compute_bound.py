@@ -69,12 +69,7 @@ def test_no_split_needs_less_than_the_best(
     )
     fsdp = np.geomspace(1, num_devices, 50)
     needed = smallest_batch_tokens(
-        gamma,
-        d_ff,
-        fsdp=fsdp,
-        tensor=num_devices / fsdp,
-        communications=communications,
-        **on_axes,
+        gamma, d_ff, fsdp=fsdp, tensor=num_devices / fsdp, communications=communications, **on_axes
     )
     assert (needed >= best * (1 - 1e-9)).all()
     chosen = best_fsdp(best, d_ff, num_devices=num_devices, **on_axes)

@@ -67,9 +67,7 @@ class Case:
     def peak(self) -> int:
         """The predicted peak where gradients go into buckets."""
         return peak_activation_bytes(
-            *self.saved_arguments(),
-            precision=PRECISIONS[self.precision],
-            attention=self.attention,
+            *self.saved_arguments(), precision=PRECISIONS[self.precision], attention=self.attention
         )
 
 
@@ -78,9 +76,7 @@ class _Pass:
 
     def __init__(self, case: Case) -> None:
         self.model = TransformerLM(
-            case.shape,
-            attention=case.attention,
-            activation_checkpointing=case.checkpointing,
+            case.shape, attention=case.attention, activation_checkpointing=case.checkpointing
         )
         precision = PRECISIONS[case.precision]
         self.model.to(getattr(torch, precision.parameters))

@@ -38,11 +38,7 @@ def test_peaks_are_exact_per_phase() -> None:
     peaks = step_peaks(
         CPU, resident_tensors=[resident], phases={"first": first, "second": second, "third": third}
     )
-    assert peaks == {
-        "first": 4000 + 7 * MIB,
-        "second": 4000 + 5 * MIB,
-        "third": 4000 + 5 * MIB,
-    }
+    assert peaks == {"first": 4000 + 7 * MIB, "second": 4000 + 5 * MIB, "third": 4000 + 5 * MIB}
 
 
 def test_the_resident_peak_follows_and_resets() -> None:

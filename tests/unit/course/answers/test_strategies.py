@@ -15,15 +15,7 @@ from paceline.course.answers.strategies import (
 )
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import (
-    FEW,
-    GPU,
-    NOISY,
-    ONE,
-    STEADY,
-    check,
-    make_record,
-)
+from tests.unit.course.report_cases import FEW, GPU, NOISY, ONE, STEADY, check, make_record
 from tests.unit.record_factory import ENVIRONMENT
 
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 2e9}

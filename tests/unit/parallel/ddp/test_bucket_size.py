@@ -6,11 +6,7 @@ from paceline.accounting.communication.alpha_beta_fit import fit_collective
 from paceline.accounting.communication.overlap_simulator import simulate_buckets
 from paceline.core.units import MIB
 from paceline.parallel.buckets import TensorSpec, plan_buckets
-from paceline.parallel.ddp.bucket_size import (
-    CANDIDATES_MB,
-    GroupCost,
-    choose_bucket_size,
-)
+from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, GroupCost, choose_bucket_size
 
 NUM_LAYERS, LAYER_ELEMENTS = 32, 2**20
 

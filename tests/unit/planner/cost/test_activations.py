@@ -7,10 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.core import BatchShape, ModelShape, ParallelLayout, Precision, precision_preset
-from paceline.planner.cost.activations import (
-    block_bytes_per_token,
-    layout_activation_bytes,
-)
+from paceline.planner.cost.activations import block_bytes_per_token, layout_activation_bytes
 from paceline.planner.cost.layouts import Layouts, Workload
 from tests.unit.accounting.memory.activation_cases import block_bytes
 

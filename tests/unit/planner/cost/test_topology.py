@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.collectives import (
-    ring_time_s,
-    tree_all_reduce_time_s,
-)
+from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.core import UsageError
 from paceline.planner.cost.topology import (
     Tier,

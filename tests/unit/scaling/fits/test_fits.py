@@ -60,10 +60,7 @@ def test_the_courses_surface_is_recovered(
     ],
 )
 def test_the_courses_other_rows(
-    course_methods: dict[str, MethodFit],
-    method: str,
-    parameters: list[float],
-    tokens: list[float],
+    course_methods: dict[str, MethodFit], method: str, parameters: list[float], tokens: list[float]
 ) -> None:
     answer = predict(course_methods[method], TARGETS)
     np.testing.assert_allclose(answer.parameters.value, parameters, rtol=0.01)

@@ -100,8 +100,7 @@ def test_tiles_are_visited_as_they_must(
     )
     bounded = 0 if diagonal is None else min(max(diagonal, -num_queries), num_keys)
     kernel[(grid,)](
-        *(visits, num_queries, num_keys, bounded, block_queries, block_keys),
-        diagonal is not None,
+        *(visits, num_queries, num_keys, bounded, block_queries, block_keys), diagonal is not None
     )
     visits = visits.cpu()
     # Exactly once, in one of the stages, where there is anything to see.
