@@ -11,7 +11,6 @@ The rest is spent in rounds; after each, all runs so far choose those of the nex
 import argparse
 import dataclasses
 import functools
-import math
 import sys
 
 import msgspec
@@ -38,7 +37,7 @@ from paceline.scaling.experiments.candidates import (
     require_target,
 )
 from paceline.scaling.experiments.design import Belief
-from paceline.scaling.records import NORMAL_90, design_record, run_record
+from paceline.scaling.records import describe_design, design_record, run_record
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
@@ -242,13 +241,7 @@ def main() -> int:
     belief = campaign.belief
     for record in (*campaign.records(), design_record(belief, arguments.target)):
         print(msgspec.json.encode(record).decode())
-    size = float(belief.surface.optimal_parameters(arguments.target))
-    factor = math.exp(NORMAL_90 * belief.log_size_deviation(arguments.target))
-    print(
-        f"best N at {arguments.target:.3g} FLOPs: {size:.3g}, known to a factor of {factor:.3g} "
-        f"(90%) if losses repeat to {belief.noise:.1%}",
-        file=sys.stderr,
-    )
+    print(f"best {describe_design(belief, arguments.target)}", file=sys.stderr)
     return 0
 
 

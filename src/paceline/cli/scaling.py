@@ -240,7 +240,7 @@ def _print_findings(findings: "Sequence[Finding]") -> None:
 
 def _design(command: DesignCommand) -> None:
     from paceline.reports.tables.scaling import runs_table
-    from paceline.scaling.records import NORMAL_90, design_record
+    from paceline.scaling.records import describe_design, design_record
 
     records, belief = _proposed(command)
     if command.output.json:
@@ -249,13 +249,7 @@ def _design(command: DesignCommand) -> None:
         return
     console = stdout_console()
     console.print(runs_table(records))
-    size = float(belief.surface.optimal_parameters(command.target))
-    factor = math.exp(NORMAL_90 * belief.log_size_deviation(command.target))
-    console.print(
-        f"expected N at {command.target:.3g} FLOPs: {size:.3g}, known to a factor of "
-        f"{factor:.3g} (90%) if losses repeat to {belief.noise:.1%}",
-        soft_wrap=True,
-    )
+    console.print(f"expected {describe_design(belief, command.target)}", soft_wrap=True)
 
 
 def _proposed(command: DesignCommand) -> "tuple[list[Record], Belief]":

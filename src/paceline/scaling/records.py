@@ -13,7 +13,7 @@ from paceline.scaling.experiments.candidates import Candidate
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.surface import compute_for, tokens_for
 
-NORMAL_90 = 1.645
+_NORMAL_90 = 1.645
 """Deviations on each side that hold 90% of a normal distribution."""
 
 
@@ -41,8 +41,7 @@ def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding])
 
 def design_record(belief: Belief, target: float) -> Record:
     """Returns what is known of the best model of a target after a design's runs."""
-    size = float(belief.surface.optimal_parameters(target))
-    factor = math.exp(NORMAL_90 * belief.log_size_deviation(target))
+    size, factor = _best_size(belief, target)
     parameters = Estimate(value=size, low=size / factor, high=size * factor)
     tokens = tokens_for(target, [size, size * factor, size / factor]).tolist()
     return Record(
@@ -56,6 +55,21 @@ def design_record(belief: Belief, target: float) -> Record:
         },
         outcome="ok",
     )
+
+
+def describe_design(belief: Belief, target: float) -> str:
+    """Says in a line what `design_record` holds of N, and under which condition."""
+    size, factor = _best_size(belief, target)
+    return (
+        f"N at {target:.3g} FLOPs: {size:.3g}, known to a factor of {factor:.3g} (90%) if losses "
+        f"repeat to {belief.noise:.1%}"
+    )
+
+
+def _best_size(belief: Belief, target: float) -> tuple[float, float]:
+    """Returns the best N of a target, and the factor within which it lies nine times of ten."""
+    size = float(belief.surface.optimal_parameters(target))
+    return size, math.exp(_NORMAL_90 * belief.log_size_deviation(target))
 
 
 def run_record(run: Candidate, loss: float | None = None, **details: int | float) -> Record:
