@@ -41,6 +41,24 @@ class SweepCommand(Generic[_Sweep]):
     """JSON Lines file to append the records to."""
     output: Flat[OutputOptions]
 
+    def run(self) -> int:
+        """Measures every case; fails when one failed for another reason than its size."""
+        num_cases = _num_cases(self.sweep)
+        if num_cases == 0:
+            raise UsageError("nothing to measure: every list of the sweep needs at least one value")
+
+        from paceline.records.kinds import PREDICTION
+
+        records: list[Record] = []
+        with case_progress(num_cases) as progress:
+            made = _records(self.sweep, progress.step)
+            for record in keep_records(made, self.store, self.output):
+                records.append(record)
+                if record.kind != PREDICTION:
+                    progress.next_case()
+        print_tables(records, self.output)
+        return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
+
 
 def _subcommand(name: str, sweep: type[Sweep]) -> object:
     return tyro.conf.subcommand(name, description=sweep.__doc__)
@@ -59,25 +77,9 @@ class BenchCommand:
         | Annotated[SweepCommand[KernelSweep], _subcommand("kernels", KernelSweep)]
     )
 
-
-def run(command: BenchCommand) -> int:
-    """Measures every case; fails when one failed for another reason than its size."""
-    subject = command.subject
-    num_cases = _num_cases(subject.sweep)
-    if num_cases == 0:
-        raise UsageError("nothing to measure: every list of the sweep needs at least one value")
-
-    from paceline.records.kinds import PREDICTION
-
-    records: list[Record] = []
-    with case_progress(num_cases) as progress:
-        made = _records(subject.sweep, progress.step)
-        for record in keep_records(made, subject.store, subject.output):
-            records.append(record)
-            if record.kind != PREDICTION:
-                progress.next_case()
-    print_tables(records, subject.output)
-    return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
+    def run(self) -> int:
+        """Measures the subject."""
+        return self.subject.run()
 
 
 def _num_cases(sweep: Sweep) -> int:

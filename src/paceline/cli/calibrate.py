@@ -23,13 +23,12 @@ class CalibrateCommand:
     """JSON Lines file to append the records to."""
     output: Flat[OutputOptions]
 
+    def run(self) -> int:
+        """Measures, appends to the store, prints."""
+        from paceline.benchmarks.calibration.calibrate import calibration_records
 
-def run(command: CalibrateCommand) -> int:
-    """Measures, appends to the store, prints."""
-    from paceline.benchmarks.calibration.calibrate import calibration_records
-
-    with case_progress(1) as progress:
-        made = calibration_records(command.sweep, progress.step)
-        records = list(keep_records(made, command.store, command.output))
-    print_tables(records, command.output)
-    return 0
+        with case_progress(1) as progress:
+            made = calibration_records(self.sweep, progress.step)
+            records = list(keep_records(made, self.store, self.output))
+        print_tables(records, self.output)
+        return 0

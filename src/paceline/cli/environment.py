@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import Flat, OutputOptions, print_json, stderr_console, stdout_console
+from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
 
 if TYPE_CHECKING:
     from paceline.records import Metric, Record
@@ -19,39 +19,30 @@ class EnvironmentCommand:
     """Start two ranks and check an all-reduce between them."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
+    def run(self) -> int:
+        """Prints the environment; fails when the self-test does."""
+        import torch
 
-def run(command: EnvironmentCommand) -> int:
-    """Prints the environment; fails when the self-test does."""
-    import torch
+        from paceline.benchmarks.harness import devices
+        from paceline.records import Record
+        from paceline.records.environment import network_links
 
-    from paceline.benchmarks.harness.devices import (
-        current_environment,
-        describe_hardware,
-        peer_links,
-        resolve_device,
-    )
-    from paceline.records import Record
-    from paceline.records.environment import network_links
-
-    location = describe_hardware(resolve_device("auto"))
-    backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
-    case = {**location.as_case(), "self_test": command.self_test}
-    metrics: dict[str, Metric] = {}
-    if command.self_test:
-        case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
-        metrics["all_reduce_time_s"] = _self_test(backend)
-    record = Record(
-        kind="environment",
-        case=case,
-        environment=current_environment(),
-        metrics=metrics,
-        outcome="ok",
-    )
-    if command.output.json:
-        print_json(record)
-    else:
-        _print_table(record, links=[*peer_links(), *network_links()])
-    return 0
+        case = devices.describe_hardware(devices.resolve_device("auto")).as_case()
+        case["self_test"] = self.self_test
+        metrics: dict[str, Metric] = {}
+        if self.self_test:
+            backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
+            case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
+            metrics["all_reduce_time_s"] = _self_test(backend)
+        environment = devices.current_environment()
+        record = Record(
+            kind="environment", case=case, environment=environment, metrics=metrics, outcome="ok"
+        )
+        if self.output.json:
+            print_json(record)
+        else:
+            _print_table(record, links=[*devices.peer_links(), *network_links()])
+        return 0
 
 
 def _self_test(backend: str) -> "Metric":
@@ -59,10 +50,9 @@ def _self_test(backend: str) -> "Metric":
     from paceline.parallel import run_ranks
     from paceline.records import Metric
 
-    stderr_console().print(
+    say(
         f"paceline: starting {_SELF_TEST_RANKS} ranks that all-reduce 1 MiB over {backend}; "
-        "each loads torch first, which takes up to half a minute",
-        soft_wrap=True,
+        "each loads torch first, which takes up to half a minute"
     )
     times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)
     return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])

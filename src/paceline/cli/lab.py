@@ -35,6 +35,24 @@ class RunCommand:
     loss: str | None = None
     """Share of packets lost, such as 1%."""
 
+    def run(self) -> int:
+        """Returns the command's exit code."""
+        from paceline.lab.run import run_in_lab
+        from paceline.lab.shaping import LinkShape, parse_loss
+
+        if not self.command:
+            raise UsageError("nothing to run: put the command after --")
+        if self.hosts < 1 or self.ranks_per_host < 1:
+            raise UsageError("--hosts and --ranks-per-host must be at least 1")
+        link = LinkShape(
+            rate_bits_per_s=None if self.rate is None else parse_rate(self.rate),
+            delay_s=0.0 if self.delay is None else parse_seconds(self.delay, "delay"),
+            loss=0.0 if self.loss is None else parse_loss(self.loss),
+        )
+        return run_in_lab(
+            self.command, num_hosts=self.hosts, ranks_per_host=self.ranks_per_host, link=link
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmCommand:
@@ -55,6 +73,30 @@ class SlurmCommand:
     """Directory that the cluster keeps everything in."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
+    def run(self) -> int:
+        """Says what the cluster is like afterwards."""
+        from paceline.lab.slurm import slurm_status, start_slurm, stop_slurm
+
+        if self.action == "start":
+            status = start_slurm(
+                self.directory,
+                num_nodes=self.nodes,
+                cpus_per_node=self.cpus_per_node,
+                gpus_per_node=self.gpus_per_node,
+            )
+        else:
+            if self.action == "stop":
+                stop_slurm(self.directory)
+            status = slurm_status(self.directory)
+        if self.output.json:
+            print_json(status)
+        elif self.action == "start":
+            sys.stdout.write(f"export SLURM_CONF={status.configuration}\n")
+        else:
+            lines = [f"{status.state} in {status.directory}", *status.nodes]
+            sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabCommand:
@@ -65,51 +107,6 @@ class LabCommand:
         | Annotated[SlurmCommand, tyro.conf.subcommand("slurm")]
     )
 
-
-def run(command: LabCommand) -> int:
-    """Runs the command in the lab, or manages the scheduler."""
-    if isinstance(command.part, RunCommand):
-        return _run_command(command.part)
-    return _run_slurm(command.part)
-
-
-def _run_command(command: RunCommand) -> int:
-    from paceline.lab.run import run_in_lab
-    from paceline.lab.shaping import LinkShape, parse_loss
-
-    if not command.command:
-        raise UsageError("nothing to run: put the command after --")
-    if command.hosts < 1 or command.ranks_per_host < 1:
-        raise UsageError("--hosts and --ranks-per-host must be at least 1")
-    link = LinkShape(
-        rate_bits_per_s=None if command.rate is None else parse_rate(command.rate),
-        delay_s=0.0 if command.delay is None else parse_seconds(command.delay, "delay"),
-        loss=0.0 if command.loss is None else parse_loss(command.loss),
-    )
-    return run_in_lab(
-        command.command, num_hosts=command.hosts, ranks_per_host=command.ranks_per_host, link=link
-    )
-
-
-def _run_slurm(command: SlurmCommand) -> int:
-    from paceline.lab.slurm import slurm_status, start_slurm, stop_slurm
-
-    if command.action == "start":
-        status = start_slurm(
-            command.directory,
-            num_nodes=command.nodes,
-            cpus_per_node=command.cpus_per_node,
-            gpus_per_node=command.gpus_per_node,
-        )
-    else:
-        if command.action == "stop":
-            stop_slurm(command.directory)
-        status = slurm_status(command.directory)
-    if command.output.json:
-        print_json(status)
-    elif command.action == "start":
-        sys.stdout.write(f"export SLURM_CONF={status.configuration}\n")
-    else:
-        lines = [f"{status.state} in {status.directory}", *status.nodes]
-        sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    def run(self) -> int:
+        """Runs the command in the lab, or manages the scheduler."""
+        return self.part.run()

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0
     try:
-        exit_code = _run(parse(arguments))
+        exit_code = parse(arguments).run()
         sys.stdout.flush()
     except PacelineError as error:
         sys.stderr.write(f"paceline: error: {error}\n")
@@ -95,23 +95,3 @@ def _missing(package: str) -> str:
             "GPU its CPU build; plan, scaling, report and lab work without it"
         )
     return f"the package {package} is not installed; pip install {package}"
-
-
-def _run(command: Verb) -> int:
-    match command:
-        case environment.EnvironmentCommand():
-            return environment.run(command)
-        case bench.BenchCommand():
-            return bench.run(command)
-        case profile.ProfileCommand():
-            return profile.run(command)
-        case calibrate.CalibrateCommand():
-            return calibrate.run(command)
-        case plan.PlanCommand():
-            return plan.run(command)
-        case scaling.ScalingCommand():
-            return scaling.run(command)
-        case lab.LabCommand():
-            return lab.run(command)
-        case report.ReportCommand():
-            return report.run(command)

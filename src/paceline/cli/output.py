@@ -91,6 +91,11 @@ def stderr_console() -> "Console":
     return Console(file=sys.stderr, highlight=False)
 
 
+def say(remark: str) -> None:
+    """Prints a line on stderr as it is: what a file or a path says is no markup."""
+    stderr_console().print(remark, markup=False, soft_wrap=True)
+
+
 class CaseProgress:
     """A bar over the cases of a sweep and the steps within the present one."""
 

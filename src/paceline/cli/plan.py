@@ -3,13 +3,14 @@
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
-from paceline.cli.plan_step import BacktestCommand, PlanStepCommand, run_backtest, run_step
+from paceline.cli.plan_step import BacktestCommand, PlanStepCommand
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
@@ -18,8 +19,6 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from paceline.accounting.explanation import Explanation
 
 
@@ -30,6 +29,12 @@ class AccountCommand:
     model: ModelName = "xxl"
     """A preset of plain feed-forward blocks."""
     output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Answers the four questions."""
+        from paceline.course.accounting import account
+
+        return _print(account(model_preset(self.model)), self.output)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,18 @@ class OverheadCommand:
             raise UsageError("--latency must be positive")
         if self.backward_s is not None and not self.backward_s > 0:
             raise UsageError("--backward-s must be positive")
+
+    def run(self) -> int:
+        """Works the equation out."""
+        from paceline.accounting.communication.overlap_explained import explain_overhead
+
+        explanation = explain_overhead(
+            total_bytes=parse_bytes(self.size),
+            bytes_per_s=parse_rate(self.bandwidth) / 8,
+            latency_s=parse_seconds(self.latency, "latency"),
+            backward_s=self.backward_s,
+        )
+        return _print([explanation], self.output)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +106,37 @@ class MemoryCommand:
             raise UsageError("--bucket-size-mb must be positive")
         require_figure(self.figure)
 
+    def run(self) -> int:
+        """Tabulates and explains the memory of a step, and draws it where that is asked for."""
+        from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
+        from paceline.reports.tables.memory_plan import instants_text
+
+        model, shape = self.shape.apply(self.model)
+        require_context(model, shape, self.context)
+        plan = StepPlan(
+            shape=shape,
+            batch=BatchShape(num_sequences=self.batch, context_length=self.context),
+            strategy=self.strategy,
+            checkpointing=self.activation_checkpointing,
+            attention=self.attention,
+            precision=precision_preset(self.precision),
+            bucket_size_mb=self.bucket_size_mb,
+        )
+        device = None if self.device is None else find_device(self.device)
+        instants = plan.instants(self.world_size)
+        if self.figure is not None:
+            from paceline.reports.plots.memory_plan import plot_memory_plan
+            from paceline.reports.plots.style import save_as
+
+            title = f"{model} under {self.strategy}, fullest of {self.world_size} ranks"
+            save_as(plot_memory_plan(instants, title=title, device=device), self.figure)
+        if not self.output.json:
+            if device is not None:
+                verdict = str(fit_on_device(plan, self.world_size, device))
+                sys.stdout.write(verdict.replace("does_not_fit", "does not fit") + "\n\n")
+            sys.stdout.write(instants_text(instants) + "\n\n")
+        return _print([explain_memory(plan, self.world_size, device=device)], self.output)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand:
@@ -102,67 +150,16 @@ class PlanCommand:
         | Annotated[BacktestCommand, tyro.conf.subcommand("backtest")]
     )
 
+    def run(self) -> int:
+        """Prints the answer with its working."""
+        return self.question.run()
 
-def run(command: PlanCommand) -> int:
+
+def _print(explanations: "Iterable[Explanation]", output: OutputOptions) -> int:
     """Prints the working, or with --json one object per question."""
-    question = command.question
-    if isinstance(question, PlanStepCommand):
-        return run_step(question)
-    if isinstance(question, BacktestCommand):
-        return run_backtest(question)
-    explanations: Sequence[Explanation]
-    if isinstance(question, AccountCommand):
-        from paceline.course.accounting import account
-
-        explanations = account(model_preset(question.model))
-    elif isinstance(question, MemoryCommand):
-        explanations = [_explain_memory(question)]
-    else:
-        from paceline.accounting.communication.overlap_explained import explain_overhead
-
-        explanation = explain_overhead(
-            total_bytes=parse_bytes(question.size),
-            bytes_per_s=parse_rate(question.bandwidth) / 8,
-            latency_s=parse_seconds(question.latency, "latency"),
-            backward_s=question.backward_s,
-        )
-        explanations = [explanation]
-    if question.output.json:
+    if output.json:
         for explanation in explanations:
             print_json(explanation)
     else:
         sys.stdout.write("\n\n".join(explanation.render() for explanation in explanations) + "\n")
     return 0
-
-
-def _explain_memory(question: MemoryCommand) -> "Explanation":
-    """Tabulates and explains the memory of a step, and draws it where that is asked for."""
-    from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
-    from paceline.reports.tables.memory_plan import instants_text
-
-    model, shape = question.shape.apply(question.model)
-    require_context(model, shape, question.context)
-    plan = StepPlan(
-        shape=shape,
-        batch=BatchShape(num_sequences=question.batch, context_length=question.context),
-        strategy=question.strategy,
-        checkpointing=question.activation_checkpointing,
-        attention=question.attention,
-        precision=precision_preset(question.precision),
-        bucket_size_mb=question.bucket_size_mb,
-    )
-    device = None if question.device is None else find_device(question.device)
-    instants = plan.instants(question.world_size)
-    if question.figure is not None:
-        from paceline.reports.plots.memory_plan import plot_memory_plan
-        from paceline.reports.plots.style import save_as
-
-        title = f"{model} under {question.strategy}, fullest of {question.world_size} ranks"
-        figure = plot_memory_plan(instants, title=title, device=device)
-        save_as(figure, question.figure)
-    if not question.output.json:
-        if device is not None:
-            verdict = str(fit_on_device(plan, question.world_size, device))
-            sys.stdout.write(verdict.replace("does_not_fit", "does not fit") + "\n\n")
-        sys.stdout.write(instants_text(instants) + "\n\n")
-    return explain_memory(plan, question.world_size, device=device)

@@ -54,6 +54,52 @@ class PlanStepCommand:
         if not self.bucket_size_mb > 0:
             raise UsageError("--bucket-size-mb must be positive")
 
+    def run(self) -> int:
+        """Predicts every case on every calibrated topology."""
+        from paceline.prediction.backtest import fit_correction
+        from paceline.prediction.calibration_records import calibrations
+        from paceline.prediction.records import predict_step
+        from paceline.records import RecordStore
+        from paceline.records.environment import capture_environment
+        from paceline.reports.tables.table import records_table
+
+        if not self.calibration.exists():
+            raise UsageError(
+                f"{self.calibration}: no such file; paceline calibrate --store "
+                f"{self.calibration} makes one"
+            )
+        places = calibrations(RecordStore(self.calibration).read())
+        if not places:
+            raise UsageError(f"{self.calibration}: no calibration in it; run paceline calibrate")
+        known = None if self.backtest is None else _read_cases((self.backtest,))
+        correction = None if known is None else fit_correction(known)
+        environment = capture_environment()
+        # All before the first is kept: a case that cannot be predicted leaves nothing behind.
+        predictions = [
+            predict_step(case, place, environment, correction)
+            for place in places
+            for case in self._cases(place.world_size)
+        ]
+        predictions = list(keep_records(predictions, self.store, self.output))
+        if not self.output.json:
+            stdout_console().print(records_table(predictions))
+        return 0
+
+    def _cases(self, world_size: int) -> "Iterator[PredictedCase]":
+        from paceline.prediction.records import PredictedCase
+
+        strategies: tuple[StrategyName, ...] = self.strategies if world_size > 1 else ("none",)
+        for model, batch, strategy in itertools.product(self.model, self.batch, strategies):
+            shape = model_preset(model)
+            require_context(model, shape, self.context)
+            yield PredictedCase(
+                model=model,
+                shape=shape,
+                batch=BatchShape(num_sequences=batch, context_length=self.context),
+                strategy=strategy,
+                bucket_size_mb=self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None,
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestCommand:
@@ -72,77 +118,27 @@ class BacktestCommand:
             raise UsageError("name at least one file of records")
         require_figure(self.figure)
 
+    def run(self) -> int:
+        """Predicts every case by what the others teach."""
+        from paceline.prediction.backtest import leave_one_out, predict_others, summarize
+        from paceline.reports.tables.backtest import backtest_table
 
-def run_step(command: PlanStepCommand) -> int:
-    """Predicts every case on every calibrated topology."""
-    from paceline.prediction.backtest import fit_correction
-    from paceline.prediction.calibration_records import calibrations
-    from paceline.prediction.records import predict_step
-    from paceline.records import RecordStore
-    from paceline.records.environment import capture_environment
-    from paceline.reports.tables.table import records_table
+        cases = _read_cases(self.records)
+        held_out = leave_one_out(cases)
+        if self.holdout:
+            held_out += predict_others(_read_cases(self.holdout), cases)
+        if self.output.json:
+            for each in held_out:
+                print_json(each)
+            print_json(summarize(held_out[: len(cases)]))
+        else:
+            stdout_console().print(backtest_table(held_out, counted=len(cases)))
+        if self.figure is not None:
+            from paceline.reports.plots.backtest import plot_backtest
+            from paceline.reports.plots.style import save_as
 
-    if not command.calibration.exists():
-        raise UsageError(
-            f"{command.calibration}: no such file; paceline calibrate --store "
-            f"{command.calibration} makes one"
-        )
-    places = calibrations(RecordStore(command.calibration).read())
-    if not places:
-        raise UsageError(f"{command.calibration}: no calibration in it; run paceline calibrate")
-    correction = None
-    if command.backtest is not None:
-        correction = fit_correction(_read_cases((command.backtest,)))
-    environment = capture_environment()
-    # All of them before the first is kept: a case that cannot be predicted leaves nothing behind.
-    predictions = [
-        predict_step(case, place, environment, correction)
-        for place in places
-        for case in _cases(command, place.world_size)
-    ]
-    predictions = list(keep_records(predictions, command.store, command.output))
-    if not command.output.json:
-        stdout_console().print(records_table(predictions))
-    return 0
-
-
-def _cases(command: PlanStepCommand, world_size: int) -> "Iterator[PredictedCase]":
-    from paceline.prediction.records import PredictedCase
-
-    strategies: tuple[StrategyName, ...] = command.strategies if world_size > 1 else ("none",)
-    for model, batch, strategy in itertools.product(command.model, command.batch, strategies):
-        shape = model_preset(model)
-        require_context(model, shape, command.context)
-        yield PredictedCase(
-            model=model,
-            shape=shape,
-            batch=BatchShape(num_sequences=batch, context_length=command.context),
-            strategy=strategy,
-            bucket_size_mb=command.bucket_size_mb if strategy in BUCKET_STRATEGIES else None,
-        )
-
-
-def run_backtest(command: BacktestCommand) -> int:
-    """Predicts every case by what the others teach."""
-    from paceline.prediction.backtest import leave_one_out, predict_others, summarize
-    from paceline.reports.tables.backtest import backtest_table
-
-    cases = _read_cases(command.records)
-    held_out = leave_one_out(cases)
-    if command.holdout:
-        held_out += predict_others(_read_cases(command.holdout), cases)
-    if command.output.json:
-        for each in held_out:
-            print_json(each)
-        print_json(summarize(held_out[: len(cases)]))
-    else:
-        stdout_console().print(backtest_table(held_out, counted=len(cases)))
-    if command.figure is not None:
-        from paceline.reports.plots.backtest import plot_backtest
-        from paceline.reports.plots.style import save_as
-
-        save_as(plot_backtest(held_out, counted=len(cases)), command.figure)
-    return 0
+            save_as(plot_backtest(held_out, counted=len(cases)), self.figure)
+        return 0
 
 
 def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[BacktestCase]":

@@ -16,7 +16,7 @@ from paceline.cli.output import (
     case_progress,
     keep_records,
     print_tables,
-    stderr_console,
+    say,
 )
 from paceline.core.errors import UsageError
 
@@ -43,6 +43,17 @@ class ProfileDdpCommand:
     )
     output: Flat[OutputOptions]
 
+    def run(self) -> int:
+        """Traces, keeps, draws and prints."""
+        from paceline.benchmarks.strategies.profile import trace_data_parallel
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        with case_progress(1) as progress:
+            records = trace_data_parallel(self.sweep, self.out / _TRACE, progress.step)
+        if records:  # Only the first rank has any.
+            _write(records, "timelines", self)
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileStepCommand:
@@ -55,6 +66,20 @@ class ProfileStepCommand:
     )
     output: Flat[OutputOptions]
 
+    def run(self) -> int:
+        """Traces, keeps, draws and prints."""
+        cases = list(self.sweep.cases())
+        if len(cases) != 1:
+            raise UsageError("one trace is of one case; give every list of the sweep one value")
+
+        from paceline.benchmarks.step.profile import profile_step
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        with case_progress(1) as progress:
+            records = profile_step(cases[0], self.out / _TRACE, progress.step)
+        _write(records, "memory-timeline", self)
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceCommand:
@@ -63,6 +88,21 @@ class TraceCommand:
     trace: Annotated[pathlib.Path, tyro.conf.Positional]
     """The file, plain or compressed with gzip."""
     output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Analyses the trace."""
+        from paceline.records.environment import capture_environment
+        from paceline.traces.records import operator_records, step_records
+        from paceline.traces.steps.analysis import analyse_trace
+
+        with byte_progress(self.trace) as advance:
+            analysis = analyse_trace(self.trace, advance)
+        if analysis.is_truncated:
+            say(f"paceline: {self.trace} ends before its trace does; this is what was there")
+        about = (analysis, self.trace.name, capture_environment(devices=[], backends=[]))
+        records = [*step_records(*about), *operator_records(*about)]
+        print_tables(list(keep_records(records, None, self.output)), self.output)
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,40 +115,9 @@ class ProfileCommand:
         | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
     )
 
-
-def run(command: ProfileCommand) -> int:
-    """Traces and draws, or analyses a trace that is there."""
-    match command.subject:
-        case ProfileDdpCommand():
-            _run_ddp(command.subject)
-        case ProfileStepCommand():
-            _run_step(command.subject)
-        case TraceCommand():
-            _run_trace(command.subject)
-    return 0
-
-
-def _run_ddp(command: ProfileDdpCommand) -> None:
-    from paceline.benchmarks.strategies.profile import trace_data_parallel
-
-    command.out.mkdir(parents=True, exist_ok=True)
-    with case_progress(1) as progress:
-        records = trace_data_parallel(command.sweep, command.out / _TRACE, progress.step)
-    if records:  # Only the first rank has any.
-        _write(records, "timelines", command)
-
-
-def _run_step(command: ProfileStepCommand) -> None:
-    cases = list(command.sweep.cases())
-    if len(cases) != 1:
-        raise UsageError("one trace is of one case; give every list of the sweep one value")
-
-    from paceline.benchmarks.step.profile import profile_step
-
-    command.out.mkdir(parents=True, exist_ok=True)
-    with case_progress(1) as progress:
-        records = profile_step(cases[0], command.out / _TRACE, progress.step)
-    _write(records, "memory-timeline", command)
+    def run(self) -> int:
+        """Traces and draws, or analyses a trace that is there."""
+        return self.subject.run()
 
 
 def _write(
@@ -122,19 +131,3 @@ def _write(
     pictures = save_figure(draw(plot, records), command.out, plot)
     if not command.output.json:
         sys.stdout.writelines(f"{path}\n" for path in (command.out / _TRACE, *pictures))
-
-
-def _run_trace(command: TraceCommand) -> None:
-    from paceline.records.environment import capture_environment
-    from paceline.traces.records import operator_records, step_records
-    from paceline.traces.steps.analysis import analyse_trace
-
-    with byte_progress(command.trace) as advance:
-        analysis = analyse_trace(command.trace, advance)
-    if analysis.is_truncated:
-        stderr_console().print(
-            f"paceline: {command.trace} ends before its trace does; this is what was there"
-        )
-    about = (analysis, command.trace.name, capture_environment(devices=[], backends=[]))
-    records = [*step_records(*about), *operator_records(*about)]
-    print_tables(list(keep_records(records, None, command.output)), command.output)

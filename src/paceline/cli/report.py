@@ -4,23 +4,13 @@ import dataclasses
 import os
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import (
-    DEFAULT_STORE,
-    Flat,
-    OutputOptions,
-    print_json,
-    stderr_console,
-    stdout_console,
-)
+from paceline.cli.output import DEFAULT_STORE, Flat, OutputOptions, print_json, say, stdout_console
 from paceline.core.errors import UsageError
 from paceline.course.suite.scales import PresetName
-
-if TYPE_CHECKING:
-    from paceline.records import Record
 
 _COURSE_DATA = "PACELINE_COURSE_DATA"
 
@@ -53,6 +43,34 @@ class TableCommand:
     """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
+    def run(self) -> int:
+        """Prints the table."""
+        from paceline.records import RecordStore, latest_per_case
+        from paceline.reports.evidence.fields import single_kind
+        from paceline.reports.tables.table import records_table, render_csv, render_markdown
+        from paceline.reports.tables.with_predictions import with_predictions
+
+        records = every = latest_per_case(RecordStore(self.store).read())
+        if self.kind is not None:
+            kinds = sorted({record.kind for record in records})
+            if self.kind not in kinds:
+                found = ", ".join(kinds) or "nothing"
+                raise UsageError(f"--kind {self.kind}: the store has {found}")
+            records = [record for record in records if record.kind == self.kind]
+        single_kind(records)
+        if self.output.json:
+            for record in records:
+                print_json(record)
+        elif self.format == "csv":
+            sys.stdout.write(render_csv(records))
+        else:
+            table = records_table(with_predictions(records, every), self.view)
+            if self.format == "markdown":
+                sys.stdout.write(render_markdown(table))
+            else:
+                stdout_console().print(table)
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotCommand:
@@ -65,6 +83,24 @@ class PlotCommand:
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Draws the pictures and prints their paths."""
+        from paceline.records import RecordStore, latest_per_case
+        from paceline.reports.plots.registry import draw, drawable_plots
+        from paceline.reports.plots.style import save_figure
+
+        records = latest_per_case(RecordStore(self.store).read())
+        names = self.plot or drawable_plots(records)
+        if not names:
+            raise UsageError(f"nothing to draw: {self.store} has no measurements")
+        for name in names:
+            for path in save_figure(draw(name, records), self.out, name):
+                if self.output.json:
+                    print_json({"plot": name, "path": str(path)})
+                else:
+                    sys.stdout.write(f"{path}\n")
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +128,33 @@ class BuildCommand:
         if self.quick and self.preset is None:
             raise UsageError("--quick is about what a preset measures; give --preset as well")
 
+    def run(self) -> int:
+        """Writes the report and prints its paths."""
+        from paceline.course.report import measure_and_write
+        from paceline.course.suite.presets import suite_cases
+        from paceline.scaling import read_sweep
+
+        runs = self.runs
+        if runs is None and _COURSE_DATA in os.environ:
+            runs = pathlib.Path(os.environ[_COURSE_DATA])
+        if runs is not None:
+            read_sweep(runs)  # A file that cannot be read is better known before measuring.
+        cases = () if self.preset is None else suite_cases(self.preset, quick=self.quick)
+        paths, num_failed = measure_and_write(
+            self.store, self.out, cases=cases, runs=runs, say=lambda text: say(f"paceline: {text}")
+        )
+        if num_failed:
+            say(
+                f"paceline: failed cases: {num_failed}; the report says why, and "
+                "the same command tries again what may yet succeed"
+            )
+        for path in paths:
+            if self.output.json:
+                print_json({"path": str(path)})
+            else:
+                sys.stdout.write(f"{path}\n")
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportCommand:
@@ -103,91 +166,6 @@ class ReportCommand:
         | Annotated[BuildCommand, tyro.conf.subcommand("build")]
     )
 
-
-def run(command: ReportCommand) -> int:
-    """Reads the store and prints, draws or writes."""
-    from paceline.records import RecordStore, latest_per_case
-
-    form = command.form
-    if isinstance(form, BuildCommand):
-        _build(form)
-    else:
-        records = latest_per_case(RecordStore(form.store).read())
-        if isinstance(form, TableCommand):
-            _print_table(form, records)
-        else:
-            _draw_plots(form, records)
-    return 0
-
-
-def _print_table(command: TableCommand, records: "list[Record]") -> None:
-    from paceline.reports.evidence.fields import single_kind
-    from paceline.reports.tables.table import records_table, render_csv, render_markdown
-    from paceline.reports.tables.with_predictions import with_predictions
-
-    every = records
-    if command.kind is not None:
-        kinds = sorted({record.kind for record in records})
-        if command.kind not in kinds:
-            found = ", ".join(kinds) or "nothing"
-            raise UsageError(f"--kind {command.kind}: the store has {found}")
-        records = [record for record in records if record.kind == command.kind]
-    single_kind(records)
-    if command.output.json:
-        for record in records:
-            print_json(record)
-    elif command.format == "csv":
-        sys.stdout.write(render_csv(records))
-    else:
-        table = records_table(with_predictions(records, every), command.view)
-        if command.format == "markdown":
-            sys.stdout.write(render_markdown(table))
-        else:
-            stdout_console().print(table)
-
-
-def _draw_plots(command: PlotCommand, records: "list[Record]") -> None:
-    from paceline.reports.plots.registry import draw, drawable_plots
-    from paceline.reports.plots.style import save_figure
-
-    names = command.plot or drawable_plots(records)
-    if not names:
-        raise UsageError(f"nothing to draw: {command.store} has no measurements")
-    for name in names:
-        for path in save_figure(draw(name, records), command.out, name):
-            if command.output.json:
-                print_json({"plot": name, "path": str(path)})
-            else:
-                sys.stdout.write(f"{path}\n")
-
-
-def _build(command: BuildCommand) -> None:
-    from paceline.course.report import measure_and_write
-    from paceline.course.suite.presets import suite_cases
-    from paceline.scaling import read_sweep
-
-    runs = command.runs
-    if runs is None and _COURSE_DATA in os.environ:
-        runs = pathlib.Path(os.environ[_COURSE_DATA])
-    if runs is not None:
-        read_sweep(runs)  # A file that cannot be read is better known before hours of measuring.
-    cases = () if command.preset is None else suite_cases(command.preset, quick=command.quick)
-    console = stderr_console()
-    paths, num_failed = measure_and_write(
-        command.store,
-        command.out,
-        cases=cases,
-        runs=runs,
-        say=lambda text: console.print(f"paceline: {text}", markup=False, soft_wrap=True),
-    )
-    if num_failed:
-        console.print(
-            f"paceline: failed cases: {num_failed}; the report says why, and "
-            "the same command tries again what may yet succeed",
-            soft_wrap=True,
-        )
-    for path in paths:
-        if command.output.json:
-            print_json({"path": str(path)})
-        else:
-            sys.stdout.write(f"{path}\n")
+    def run(self) -> int:
+        """Reads the store and prints, draws or writes."""
+        return self.form.run()

@@ -3,20 +3,19 @@
 import dataclasses
 import math
 import pathlib
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, stderr_console, stdout_console
+from paceline.cli.output import OutputOptions, print_json, say, stdout_console
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.finding import Finding
-    from paceline.records import Record
     from paceline.scaling import ScalingFit
-    from paceline.scaling.experiments.design import Belief
 
 _Runs = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS")]
 
@@ -60,6 +59,50 @@ class FitCommand:
         if self.batch_tokens is not None and self.batch_tokens < 1:
             raise UsageError("--batch-tokens must be at least 1")
 
+    def run(self) -> int:
+        """Prints what to train, what is doubtful, and draws it where that is asked for."""
+        from paceline.scaling.allocation.decide import decide
+        from paceline.scaling.checks.diagnose import diagnose
+        from paceline.scaling.records import decision_records
+
+        found = _read_and_fit(self.runs, self.fit)
+        try:
+            decisions = decide(
+                found,
+                self.budgets,
+                level=self.level,
+                vocab_size=self.vocab_size,
+                context_length=self.context,
+                batch_tokens=self.batch_tokens,
+            )
+        except UsageError:
+            # Where runs do not decide, what is wrong with them is all the more wanted.
+            if min(self.budgets, default=0) > 0:
+                for finding in diagnose(found, self.budgets, self.level):
+                    say(str(finding))
+            raise
+        findings = diagnose(found, self.budgets, self.level)
+        if self.output.json:
+            for record in decision_records(decisions, findings):
+                print_json(record)
+        else:
+            from paceline.reports.tables.scaling import methods_table, run_text, waste_table
+
+            console = stdout_console()
+            console.print(methods_table(found, decisions, self.level))
+            for decision in decisions:
+                console.print(waste_table(decision))
+                sys.stdout.write(f"{run_text(decision)}\n")
+            _print_findings(findings)
+        if self.plots is not None:
+            from paceline.reports.plots.scaling import SCALING_PLOTS
+            from paceline.reports.plots.style import save_figure
+
+            for name, plot in SCALING_PLOTS.items():
+                for path in save_figure(plot(found), self.plots, name):
+                    say(str(path))
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckCommand:
@@ -90,6 +133,32 @@ class CheckCommand:
         ):
             _require_positive(flag, value)
 
+    def run(self) -> int:
+        """Prints what the claim would cost, and what speaks against it."""
+        from paceline.scaling.checks.claims import check_allocation, check_coefficients
+        from paceline.scaling.records import claim_record
+        from paceline.scaling.surface import tokens_for
+
+        found = _read_and_fit(self.runs, self.fit)
+        findings: list[Finding] = []
+        cost = None
+        tokens = self.tokens
+        if self.parameters is not None:
+            tokens = tokens or float(tokens_for(self.budget, self.parameters))
+            cost, findings = check_allocation(found, self.budget, self.parameters, tokens)
+        if self.coefficients is not None:
+            findings += check_coefficients(found, self.coefficients, self.budget)
+        if self.output.json:
+            print_json(claim_record(self.budget, self.parameters, tokens, cost, findings))
+            return 0
+        if cost is not None:
+            sys.stdout.write(
+                f"loss {cost.loss:.4f}, the best model's {cost.best_loss:.4f}; spends "
+                f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that\n"
+            )
+        _print_findings(findings)
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DesignCommand:
@@ -116,6 +185,32 @@ class DesignCommand:
             if values and self.candidates is not None:
                 raise UsageError(f"{flag} and --candidates both say which runs could be made")
 
+    def run(self) -> int:
+        """Prints the runs to make, and what will be known after them."""
+        from paceline.reports.tables.scaling import runs_table
+        from paceline.scaling import candidate_runs, propose_runs, read_sweep
+        from paceline.scaling.experiments.candidates import learn_from, read_candidates
+        from paceline.scaling.experiments.design import after_buying
+        from paceline.scaling.records import describe_design, design_record, run_record
+
+        known = None if self.runs is None else read_sweep(self.runs)
+        if self.candidates is not None:
+            candidates = read_candidates(self.candidates)
+        else:
+            candidates = candidate_runs(self.target, known, flops=self.run_flops, sizes=self.sizes)
+        runs = propose_runs(known, candidates, budget=self.budget, target=self.target)
+        belief = learn_from(known)
+        for run in runs:
+            belief = after_buying(belief, run.parameters, run.tokens)
+        records = [run_record(run) for run in runs]
+        if self.output.json:
+            for record in (*records, design_record(belief, self.target)):
+                print_json(record)
+        else:
+            stdout_console().print(runs_table(records))
+            sys.stdout.write(f"expected {describe_design(belief, self.target)}\n")
+        return 0
+
 
 def _require_positive(flag: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
@@ -132,17 +227,9 @@ class ScalingCommand:
         | Annotated[DesignCommand, tyro.conf.subcommand("design")]
     )
 
-
-def run(command: ScalingCommand) -> int:
-    """Fits, checks or designs."""
-    task = command.task
-    if isinstance(task, FitCommand):
-        _fit(task)
-    elif isinstance(task, CheckCommand):
-        _check(task)
-    else:
-        _design(task)
-    return 0
+    def run(self) -> int:
+        """Fits, checks or designs."""
+        return self.task.run()
 
 
 def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
@@ -150,124 +237,10 @@ def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
 
     sweep = read_sweep(runs)
     for remark in sweep.remarks:
-        text = f"{runs}: row {remark.row}: {remark.name}: {remark.message}"
-        # As it is: what a file says of itself is no markup.
-        stderr_console().print(text, markup=False, soft_wrap=True)
+        say(f"{runs}: row {remark.row}: {remark.name}: {remark.message}")
     return fit(sweep, num_draws=options.draws, seed=options.seed)
 
 
-def _fit(command: FitCommand) -> None:
-    from paceline.scaling.allocation.decide import decide
-    from paceline.scaling.checks.diagnose import diagnose
-    from paceline.scaling.records import decision_records
-
-    found = _read_and_fit(command.runs, command.fit)
-    try:
-        decisions = decide(
-            found,
-            command.budgets,
-            level=command.level,
-            vocab_size=command.vocab_size,
-            context_length=command.context,
-            batch_tokens=command.batch_tokens,
-        )
-    except UsageError:
-        # Where runs do not decide, what is wrong with them is all the more wanted.
-        if min(command.budgets, default=0) > 0:
-            for finding in diagnose(found, command.budgets, command.level):
-                stderr_console().print(f"{finding.name}: {finding.message}", markup=False)
-        raise
-    findings = diagnose(found, command.budgets, command.level)
-    if command.output.json:
-        for record in decision_records(decisions, findings):
-            print_json(record)
-    else:
-        from paceline.reports.tables.scaling import methods_table, run_text, waste_table
-
-        console = stdout_console()
-        console.print(methods_table(found, decisions, command.level))
-        for decision in decisions:
-            console.print(waste_table(decision))
-            console.print(run_text(decision), soft_wrap=True)
-        _print_findings(findings)
-    if command.plots is not None:
-        _draw(found, command.plots)
-
-
-def _draw(found: "ScalingFit", directory: pathlib.Path) -> None:
-    from paceline.reports.plots.scaling import SCALING_PLOTS
-    from paceline.reports.plots.style import save_figure
-
-    for name, plot in SCALING_PLOTS.items():
-        for path in save_figure(plot(found), directory, name):
-            stderr_console().print(str(path), soft_wrap=True)
-
-
-def _check(command: CheckCommand) -> None:
-    from paceline.scaling.checks.claims import check_allocation, check_coefficients
-    from paceline.scaling.records import claim_record
-    from paceline.scaling.surface import tokens_for
-
-    found = _read_and_fit(command.runs, command.fit)
-    findings: list[Finding] = []
-    cost = None
-    tokens = command.tokens
-    if command.parameters is not None:
-        tokens = tokens or float(tokens_for(command.budget, command.parameters))
-        cost, findings = check_allocation(found, command.budget, command.parameters, tokens)
-    if command.coefficients is not None:
-        findings += check_coefficients(found, command.coefficients, command.budget)
-    if command.output.json:
-        print_json(claim_record(command.budget, command.parameters, tokens, cost, findings))
-        return
-    if cost is not None:
-        stdout_console().print(
-            f"loss {cost.loss:.4f}, the best model's {cost.best_loss:.4f}; spends "
-            f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that",
-            soft_wrap=True,
-        )
-    _print_findings(findings)
-
-
 def _print_findings(findings: "Sequence[Finding]") -> None:
-    console = stdout_console()
-    for finding in findings:
-        text = f"{finding.name}: {finding.message}\n  → {finding.remedy}"
-        console.print(text, soft_wrap=True, markup=False)
-    if not findings:
-        console.print("no findings")
-
-
-def _design(command: DesignCommand) -> None:
-    from paceline.reports.tables.scaling import runs_table
-    from paceline.scaling.records import describe_design, design_record
-
-    records, belief = _proposed(command)
-    if command.output.json:
-        for record in (*records, design_record(belief, command.target)):
-            print_json(record)
-        return
-    console = stdout_console()
-    console.print(runs_table(records))
-    console.print(f"expected {describe_design(belief, command.target)}", soft_wrap=True)
-
-
-def _proposed(command: DesignCommand) -> "tuple[list[Record], Belief]":
-    """Returns the runs to make, and what will be known after them."""
-    from paceline.scaling import candidate_runs, propose_runs, read_sweep
-    from paceline.scaling.experiments.candidates import learn_from, read_candidates
-    from paceline.scaling.experiments.design import after_buying
-    from paceline.scaling.records import run_record
-
-    known = None if command.runs is None else read_sweep(command.runs)
-    if command.candidates is not None:
-        candidates = read_candidates(command.candidates)
-    else:
-        candidates = candidate_runs(
-            command.target, known, flops=command.run_flops, sizes=command.sizes
-        )
-    runs = propose_runs(known, candidates, budget=command.budget, target=command.target)
-    belief = learn_from(known)
-    for run in runs:
-        belief = after_buying(belief, run.parameters, run.tokens)
-    return [run_record(run) for run in runs], belief
+    lines = [str(finding) for finding in findings] or ["no findings"]
+    sys.stdout.writelines(f"{line}\n" for line in lines)

@@ -17,5 +17,11 @@ class Finding:
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The figures of the message, named like metrics, units in their names."""
 
+    @property
+    def text(self) -> str:
+        """The finding as prose: what was seen, then what to do about it."""
+        separator = " " if self.message.endswith(".") else "; "
+        return f"{self.message}{separator}{self.remedy}" if self.remedy else self.message
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.message}" + (f"; {self.remedy}" if self.remedy else "")
+        return f"{self.name}: {self.text}"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
-from paceline.reports.document.model import Block, finding_text
+from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from tests.unit import record_factory
 
@@ -70,7 +70,7 @@ def make_record(kind: str, numbers: Mapping[str, Any], **case: Any) -> Record:
 
 def sentences(blocks: Sequence[Block]) -> list[str]:
     """All findings as text."""
-    return [finding_text(finding) for block in blocks for finding in block.findings]
+    return [finding.text for block in blocks for finding in block.findings]
 
 
 def check(
@@ -93,7 +93,7 @@ def check(
         known = dict(figures)
         says, remedy = known.pop("says", ()), known.pop("remedy", found[name].remedy)
         for words in (says,) if isinstance(says, str) else says:
-            assert words in finding_text(found[name])
+            assert words in found[name].text
         assert found[name].remedy == remedy
         figures = {key: found[name].figures[key] for key in known}
         assert figures == pytest.approx(known, rel=2e-3)

@@ -67,17 +67,14 @@ def _commands() -> set[str]:
     return measured | {command for asked in PARTS for command in commands_for(*asked)}
 
 
-def test_every_command_of_the_report_and_of_the_suite_is_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_command_of_the_report_and_of_the_suite_is_one() -> None:
     parsed: list[object] = []
-    monkeypatch.setattr(main, "_run", lambda command: parsed.append(command) or 0)
     for command in _commands():
         lab, _, inner = command.rpartition(" -- ")
         for one in filter(None, (f"{lab} -- true" if lab else "", inner)):
             program, *arguments = shlex.split(one)
             assert program == "paceline"
-            assert main.main(arguments) == 0, one
+            parsed.append(main.parse(arguments))
     assert len(parsed) >= len(_commands()) > 50
 
 

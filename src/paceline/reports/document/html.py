@@ -8,7 +8,7 @@ import base64
 import hashlib
 from importlib import resources
 
-from paceline.reports.document.model import Report, finding_text
+from paceline.reports.document.model import Report
 
 
 def render_html(report: Report) -> str:
@@ -21,7 +21,6 @@ def render_html(report: Report) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    environment.filters["finding_text"] = finding_text
     template = environment.from_string(
         files.joinpath("report.html.jinja").read_text(encoding="utf-8")
     )

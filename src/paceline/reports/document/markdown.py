@@ -4,7 +4,7 @@ import html
 import pathlib
 import re
 
-from paceline.reports.document.model import AnsweredPart, Block, Report, Section, finding_text
+from paceline.reports.document.model import AnsweredPart, Block, Report, Section
 from paceline.reports.tables.table import Table, render_markdown
 
 _PICTURES = "figures"
@@ -73,7 +73,7 @@ def _block_lines(block: Block) -> list[str]:
     for picture in block.pictures:
         description = _text(picture.description)
         lines += [f"![{description}]({_PICTURES}/{picture.name}.svg)", ""]
-    lines += [f"- {_text(finding_text(finding))}" for finding in block.findings]
+    lines += [f"- {_text(finding.text)}" for finding in block.findings]
     lines += [""] if block.findings else []
     for environment in block.environments:
         lines += [f"Measured on {_text(environment)}", ""]

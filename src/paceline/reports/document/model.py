@@ -37,12 +37,6 @@ class Block:
     """The machines and software that the figures come from."""
 
 
-def finding_text(finding: Finding) -> str:
-    """Returns a finding as prose: what was seen, then what to do about it."""
-    separator = " " if finding.message.endswith(".") else "; "
-    return f"{finding.message}{separator}{finding.remedy}" if finding.remedy else finding.message
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnsweredPart:
     """One question of a deliverable, with what is known of it."""
