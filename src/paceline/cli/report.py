@@ -130,25 +130,27 @@ class BuildCommand:
 
     def run(self) -> int:
         """Writes the report and prints its paths."""
-        from paceline.course.report import measure_and_write
+        from paceline.course.report import write_report
         from paceline.course.suite.presets import suite_cases
+        from paceline.records import RecordStore
         from paceline.scaling import read_sweep
+        from paceline.workflows.suite import Suite
 
         runs = self.runs
         if runs is None and _COURSE_DATA in os.environ:
             runs = pathlib.Path(os.environ[_COURSE_DATA])
         if runs is not None:
             read_sweep(runs)  # A file that cannot be read is better known before measuring.
-        cases = () if self.preset is None else suite_cases(self.preset, quick=self.quick)
-        paths, num_failed = measure_and_write(
-            self.store, self.out, cases=cases, runs=runs, say=lambda text: say(f"paceline: {text}")
-        )
-        if num_failed:
-            say(
-                f"paceline: failed cases: {num_failed}; the report says why, and "
-                "the same command tries again what may yet succeed"
-            )
-        for path in paths:
+        store = RecordStore(self.store)
+        if self.preset is not None:
+            cases = suite_cases(self.preset, quick=self.quick)
+            suite = Suite(cases=cases, store=store, workspace=self.out / "suite")
+            if num_failed := suite.run(lambda text: say(f"paceline: {text}")):
+                say(
+                    f"paceline: failed cases: {num_failed}; the report says why, and "
+                    "the same command tries again what may yet succeed"
+                )
+        for path in write_report(list(store.read()), self.out, runs):
             if self.output.json:
                 print_json({"path": str(path)})
             else:

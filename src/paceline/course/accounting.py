@@ -17,16 +17,7 @@ from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape
-from paceline.core.units import (
-    Gibibytes,
-    Gigabytes,
-    bytes_of_gibibytes,
-    bytes_of_gigabytes,
-    format_gibibytes,
-    format_gigabytes,
-    to_gibibytes,
-    to_gigabytes,
-)
+from paceline.core.units import GB, GIB
 
 _STATE_BYTES = 16  # Of a parameter: weight, gradient and two moments in float32.
 _ACTIVATION_BYTES = 2
@@ -63,10 +54,7 @@ def _states_and_saved(shape: ModelShape) -> tuple[int, int]:
 
 def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
     """Returns how many devices of a size hold so many bytes, if it is in GB, and if in GiB."""
-    return (
-        math.ceil(num_bytes / bytes_of_gigabytes(Gigabytes(size))),
-        math.ceil(num_bytes / bytes_of_gibibytes(Gibibytes(size))),
-    )
+    return math.ceil(num_bytes / (size * GB)), math.ceil(num_bytes / (size * GIB))
 
 
 def _memory(shape: ModelShape) -> Explanation:
@@ -88,8 +76,7 @@ def _memory(shape: ModelShape) -> Explanation:
             WorkedLine(
                 formula="states = 16 P",
                 numbers=f"16 · {num_parameters:,}",
-                result=f"{format_gigabytes(to_gigabytes(states), 1)} = "
-                f"{format_gibibytes(to_gibibytes(states))}",
+                result=f"{states / GB:,.1f} GB = {states / GIB:,.0f} GiB",
             ),
             WorkedLine(
                 formula="saved per token = 2 L (d_model + d_ff)",
@@ -98,7 +85,7 @@ def _memory(shape: ModelShape) -> Explanation:
             ),
             WorkedLine(
                 formula="devices = ceil(states / 80 GiB), or of 80 GB",
-                numbers=f"{to_gibibytes(states):,.1f} / 80, or {to_gigabytes(states):,.1f} / 80",
+                numbers=f"{states / GIB:,.1f} / 80, or {states / GB:,.1f} / 80",
                 result=f"{in_gib}, or {in_gb} H100 before activations",
             ),
         ),
@@ -115,7 +102,7 @@ def _memory(shape: ModelShape) -> Explanation:
 def _sharded_memory(shape: ModelShape) -> Explanation:
     states, saved = _states_and_saved(shape)
     in_gb, in_gib = _num_devices(states, _TPU_SIZE)
-    capacity = bytes_of_gibibytes(Gibibytes(_TPU_SIZE))
+    capacity = _TPU_SIZE * GIB
     half = saved * _EXAMPLE_TOKENS / 2
     with_tokens = math.ceil((states + half) / (capacity - half))
     most_tokens = 2 * capacity / saved
@@ -132,14 +119,12 @@ def _sharded_memory(shape: ModelShape) -> Explanation:
             ),
             WorkedLine(
                 formula="N = ceil((16 P + A / 2) / (M - A / 2))",
-                numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = "
-                f"{format_gigabytes(to_gigabytes(2 * half), 1)}",
+                numbers=f"A of {_EXAMPLE_TOKENS:,} tokens = {2 * half / GB:,.1f} GB",
                 result=f"N = {with_tokens}",
             ),
             WorkedLine(
                 formula="A / 2 < M",
-                numbers=f"tokens < 2 · {format_gigabytes(to_gigabytes(capacity), 1)} / "
-                f"{saved:,} bytes",
+                numbers=f"tokens < 2 · {capacity / GB:,.1f} GB / {saved:,} bytes",
                 result=f"{most_tokens:,.0f} tokens per device are too many for any N",
             ),
         ),
@@ -162,11 +147,10 @@ def _fixed_mesh(shape: ModelShape) -> Explanation:
         )
     ]
     values = {"gamma": gamma}
+    mesh = {"fsdp": _FSDP, "tensor": _TENSOR, **_AXES}
     for communications, phrase in _CONVENTIONS:
-        mesh = {"fsdp": _FSDP, "tensor": _TENSOR, **_AXES}
-        batch = float(
-            smallest_batch_tokens(gamma, shape.d_ff, communications=communications, **mesh)
-        )
+        smallest = smallest_batch_tokens(gamma, shape.d_ff, communications=communications, **mesh)
+        batch = float(smallest)
         values[f"batch_tokens_{communications}"] = batch
         joined = "+" if communications == "add" else "and also"
         steps.append(

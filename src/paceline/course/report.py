@@ -1,4 +1,4 @@
-"""From a store's records to a report, and its files; what the store lacks may be measured first."""
+"""From records to a report, and its files."""
 
 import logging
 import pathlib
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 from paceline.course.deliverables import DELIVERABLES, Deliverable, Part
 from paceline.course.suite.presets import suite_cases
-from paceline.records import Record, RecordStore
+from paceline.records import Record
 from paceline.records.kinds import ATTEMPT, PREDICTION
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import write_markdown
 from paceline.reports.document.model import AnsweredPart, Report, Section
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_machines
-from paceline.workflows.cases import SEPARATOR, SuiteCase, is_partial
-from paceline.workflows.suite import Say, Suite
+from paceline.workflows.cases import SEPARATOR, is_partial
 
 _logger = logging.getLogger(__name__)
 _KEY_FINDINGS = (
@@ -23,32 +22,6 @@ _KEY_FINDINGS = (
 )
 """The findings that the page begins with, the first of each name."""
 _ON_GPUS = "paceline report build --preset 2gpu --quick"
-
-
-def measure_and_write(
-    store: pathlib.Path,
-    directory: pathlib.Path,
-    *,
-    cases: Sequence[SuiteCase],
-    runs: pathlib.Path | None,
-    say: Say,
-) -> tuple[tuple[pathlib.Path, ...], int]:
-    """Runs the cases that the store lacks, and writes the report of all that it holds.
-
-    Returns the paths of the report, and how many cases were tried and left nothing.
-
-    Args:
-        store: JSON Lines file of records.
-        directory: Where the report goes.
-        cases: What to measure if it is missing; none to measure nothing.
-        runs: Training runs for the scaling-law question.
-        say: Is told of progress.
-    """
-    num_failed = 0
-    if cases:
-        suite = Suite(cases=cases, store=RecordStore(store), workspace=directory / "suite")
-        num_failed = suite.run(say)
-    return write_report(list(RecordStore(store).read()), directory, runs), num_failed
 
 
 def write_report(

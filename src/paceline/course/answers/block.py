@@ -40,12 +40,7 @@ def drawn_blocks(
 ) -> tuple[Block, ...]:
     """Returns for each group that shows something its table, its pictures and its findings.
 
-    Args:
-        groups: Comparable records, in the order in which they are shown.
-        findings: What a group shows.
-        name: The beginning of the pictures' names.
-        plots: The description of each picture by the plot that draws it.
-        table: What tabulates a group.
+    The names of pictures begin with `name`; `plots` has their descriptions, by plot.
     """
     blocks = []
     for number, group in enumerate(groups):

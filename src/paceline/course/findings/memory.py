@@ -10,12 +10,7 @@ _PARTS = ("parameters", "optimizer_state", "gradients", "activations", "temporar
 
 
 def memory_findings(records: Sequence[Record], allocations: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what the peaks are made of.
-
-    Args:
-        records: Memory over steps that differ in phase, context and precision alone, by context.
-        allocations: The largest of one of these steps, the largest first.
-    """
+    """Yields what the peaks are made of, from records by context, the largest allocation first."""
     full = [record for record in records if record.case["precision"] == "float32" and _peak(record)]
     for phase in dict.fromkeys(str(record.case["phase"]) for record in full):
         by_context = [record for record in full if record.case["phase"] == phase]

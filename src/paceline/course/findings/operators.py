@@ -6,7 +6,7 @@ from paceline.core.finding import Finding
 from paceline.course.findings.template import against, make_finding, standing
 from paceline.records import Record, find_kind, join_key
 from paceline.reports.evidence.profile_runs import ProfileRun, own_time_s
-from paceline.reports.evidence.provenance import same_machine
+from paceline.reports.evidence.provenance import machine_of
 from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.operators import EVERYWHERE
 
@@ -158,7 +158,7 @@ def _is_same_step(run: ProfileRun, record: Record) -> bool:
         return False
     fields = find_kind("step").join_key
     alike = all(record.case[field] == memory.case[field] for field in fields)
-    return alike and same_machine(record, memory)
+    return alike and machine_of(record) == machine_of(memory)
 
 
 def _model_field(run: ProfileRun, field: str) -> int | None:

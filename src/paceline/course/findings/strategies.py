@@ -9,11 +9,11 @@ from paceline.records import Record, join_key
 from paceline.records.links import is_loopback
 from paceline.reports.evidence.fields import strategy_text
 from paceline.reports.evidence.strategies import (
-    exposed_ratio,
+    EXPOSED,
     exposed_seconds,
     of_strategies,
-    step_ratio,
     step_seconds,
+    strategy_ratio,
 )
 
 _RIVALS = {
@@ -57,7 +57,7 @@ def flat_findings(group: Sequence[Record]) -> list[Finding]:
             num_messages=naive.metrics["num_messages"].value,
             naive_step_s=step_seconds(naive),
             flat_step_s=step_seconds(flat),
-            ratio=step_ratio(flat, naive),
+            ratio=strategy_ratio(flat, naive),
         ),
         make_finding(
             "flat_exposed_communication",
@@ -66,7 +66,7 @@ def flat_findings(group: Sequence[Record]) -> list[Finding]:
             "All of it is after backward: only overlap can hide it.",
             naive_exposed_s=exposed_seconds(naive),
             flat_exposed_s=exposed_seconds(flat),
-            ratio=exposed_ratio(flat, naive),
+            ratio=strategy_ratio(flat, naive, EXPOSED),
         ),
     ]
 
@@ -98,7 +98,7 @@ def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -
 def _best_bucket(best: Record, buckets: Sequence[Record]) -> Finding:
     close: dict[str, list[str]] = {}
     for record in buckets:
-        ratio = None if record is best else step_ratio(record, best)
+        ratio = None if record is best else strategy_ratio(record, best)
         if ratio is not None and ratio.standing in ("alike", "unknown"):
             close.setdefault(ratio.standing, []).append(strategy_text(record))
     return make_finding(
@@ -131,7 +131,7 @@ def _against_none(record: Record, none: Record) -> Finding:
         "{strategy} takes {ratio} as long as a step without communication ({none_step_s}); besides "
         "the {exposed_s} exposed, the two differ by {slowdown_s}.",
         strategy=strategy_text(record),
-        ratio=step_ratio(record, none),
+        ratio=strategy_ratio(record, none),
         none_step_s=step_seconds(none),
         exposed_s=exposed_s,
         slowdown_s=step_seconds(record) - step_seconds(none) - exposed_s,
@@ -145,7 +145,7 @@ def _against(best: Record, rival: Record) -> Finding:
         "{strategy} takes {ratio} as long as {rival} ({what}: {rival_step_s}, "
         "{rival_exposed_s} exposed).",
         strategy=strategy_text(best),
-        ratio=step_ratio(best, rival),
+        ratio=strategy_ratio(best, rival),
         rival=strategy_text(rival),
         what=_RIVALS[strategy],
         rival_step_s=step_seconds(rival),

@@ -20,15 +20,10 @@ _LARGEST_COUNT = 1e9
 def make_finding(
     name: str, template: str, remedy: str = "", /, **values: float | str | Ratio | None
 ) -> Finding:
-    """Fills a template.
+    """Fills a template with words, and with numbers and ratios, which are the finding's figures.
 
-    Args:
-        name: Stable identifier.
-        template: One sentence with a field for each value that it tells; a field may have a format
-            of its own, such as ``{result:.4f}``.
-        remedy: What to do about it.
-        **values: Numbers and ratios, which are the figures, units in their names, None for what is
-            unknown; and words.
+    A number is written by the unit in its name, unless its field has a format such as
+    ``{result:.4f}``; None is unknown.
     """
     figures: dict[str, float] = {}
     texts: dict[str, object] = {}

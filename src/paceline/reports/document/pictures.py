@@ -13,14 +13,7 @@ from paceline.reports.plots.registry import draw
 
 
 def draw_picture(plot: str, records: Sequence[Record], name: str, description: str) -> Picture:
-    """Draws one of the named plots.
-
-    Args:
-        plot: A name of `paceline.reports.plots.registry.PLOTS`.
-        records: What it is drawn from.
-        name: File name without ending.
-        description: What it shows.
-    """
+    """Draws one of `paceline.reports.plots.registry.PLOTS`."""
     return picture_of(draw(plot, [_plain(record) for record in records]), name, description)
 
 

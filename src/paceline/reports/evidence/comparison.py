@@ -52,11 +52,7 @@ class Ratio:
 def compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Ratio | None:
     """Divides one metric by another; None where there is nothing to divide by.
 
-    Args:
-        subject: What is compared.
-        baseline: What it is divided by.
-        in_turn: Whether both took their samples in turn in one run. Samples in different numbers
-            cannot have, and are compared as those of two runs.
+    Samples that both took in turn are compared round by round; in different numbers they cannot be.
     """
     subjects = subject.samples or (subject.value,)
     baselines = baseline.samples or (baseline.value,)

@@ -80,11 +80,7 @@ def comparable_groups(
 ) -> list[list[Record]]:
     """Returns for every place the largest group of records that differ in nothing but `over`.
 
-    Args:
-        records: Measurements of one kind.
-        over: The case fields that the question varies.
-        holds: What the measured records of a group must show to answer the question; by default
-            there must be one.
+    At least one record of a group must be measured, and what the measured ones show must hold.
     """
     groups: dict[frozenset[tuple[str, CaseValue]], list[Record]] = {}
     left_out = {*over, MEASURED_LINK_RATE}

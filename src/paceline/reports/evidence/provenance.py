@@ -24,14 +24,10 @@ def moment_of(record: Record) -> datetime.datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
 
 
-def same_machine(first: Record, second: Record) -> bool:
-    """Whether two records come from machines that nothing tells apart."""
-    return machine_of(first) == machine_of(second)
-
-
 def same_run(first: Record, second: Record) -> bool:
     """Whether two records were made by one run of a command."""
-    return same_machine(first, second) and abs(moment_of(first) - moment_of(second)) <= _STAMPING
+    apart = abs(moment_of(first) - moment_of(second))
+    return machine_of(first) == machine_of(second) and apart <= _STAMPING
 
 
 def describe_topology(record: Record) -> str:
@@ -75,11 +71,10 @@ def _hardware(environment: Environment) -> str:
 
 
 def _machine(environment: Environment) -> str:
-    parts = [_hardware(environment)]
     packages = (f"{name} {version}" for name, version in environment.packages.items())
-    parts.append(", ".join((f"Python {environment.python}", *packages)))
+    software = ", ".join((f"Python {environment.python}", *packages))
     version = f"paceline {environment.paceline}"
     if environment.commit is not None:
         changed = ", modified" if environment.modified else ""
         version += f" at {environment.commit[:10]}{changed}"
-    return "; ".join((*parts, environment.platform, version))
+    return "; ".join((_hardware(environment), software, environment.platform, version))

@@ -46,17 +46,7 @@ def exposed_seconds(record: Record) -> float:
     return record.metrics[EXPOSED].value
 
 
-def step_ratio(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares the steps of two strategies."""
-    return _ratio(subject, baseline, _STEP)
-
-
-def exposed_ratio(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares what the steps of two strategies wait for."""
-    return _ratio(subject, baseline, EXPOSED)
-
-
-def _ratio(subject: Record, baseline: Record, metric: str) -> Ratio | None:
-    # Only strategies of one run took their steps in turn.
+def strategy_ratio(subject: Record, baseline: Record, metric: str = _STEP) -> Ratio | None:
+    """Compares the steps of two strategies; only those of one run took their steps in turn."""
     in_turn = same_run(subject, baseline)
     return compare(subject.metrics[metric], baseline.metrics[metric], in_turn=in_turn)

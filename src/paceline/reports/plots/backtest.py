@@ -15,12 +15,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Figure:
-    """Draws every case with its interval; those inside of the band are at most a fifth off.
-
-    Args:
-        held_out: All cases, those that count first.
-        counted: How many of them count.
-    """
+    """Draws every case with its interval; the first so many of them count in the summary."""
     figure = blank_figure("Step time: predicted against measured", (7.2, 6.4))
     axes = figure.subplots()
     axes.set_title(summary_text(held_out[:counted]), fontsize="x-small", color=GRAY, wrap=True)

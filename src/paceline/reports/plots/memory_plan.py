@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from paceline.accounting.memory.step import MemoryParts
 from paceline.core.hardware import Device
 from paceline.core.units import format_gibibytes, format_gigabytes, to_gibibytes, to_gigabytes
-from paceline.reports.plots.style import GRAY, MEMORY_STYLES, blank_figure
+from paceline.reports.plots.style import GRAY, MEMORY_STYLES, add_label, blank_figure
 
 _PARTS = ("parameters", "optimizer_state", "buffers", "gradients", "activations")
 _HEADROOM = 1.12
@@ -17,13 +17,7 @@ _HEADROOM = 1.12
 def plot_memory_plan(
     instants: Mapping[str, MemoryParts], *, title: str, device: Device | None = None
 ) -> Figure:
-    """Draws a bar per instant; with a device also a line at what it has.
-
-    Args:
-        instants: What a rank holds, by instant.
-        title: Of which step under which strategy.
-        device: Whose memory it is to fit.
-    """
+    """Draws what a rank holds as a bar per instant; with a device also a line at what it has."""
     figure = blank_figure("Predicted memory of a training step", (7.5, 4.8))
     axes = figure.subplots()
     axes.set_title(title, fontsize="small", color=GRAY)
@@ -65,11 +59,6 @@ def _stack(axes: Axes, instants: Mapping[str, MemoryParts]) -> None:
         )
         floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
     for position, parts in enumerate(instants.values()):
-        axes.annotate(
-            format_gibibytes(to_gibibytes(parts.total), 2),
-            (position, floors[position]),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize="small",
-        )
+        total = format_gibibytes(to_gibibytes(parts.total), 2)
+        top = (position, floors[position])
+        add_label(axes, total, top, (0, 3), ha="center", fontsize="small")

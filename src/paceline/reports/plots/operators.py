@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from paceline.core.units import format_seconds
 from paceline.records import Record
-from paceline.reports.plots.style import COLORS, GRAY, blank_figure
+from paceline.reports.plots.style import COLORS, GRAY, add_label, blank_figure
 
 _PHASES = ("forward", "backward", "optimizer")
 _REST = "the rest"
@@ -15,12 +15,7 @@ _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
 
 
 def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
-    """Draws a bar for every phase, divided by kind of work.
-
-    Args:
-        kinds: All kinds of work of the phases of one step, without single operators.
-        subject: What step it is.
-    """
+    """Draws a bar for every phase of one step, divided by kind of work."""
     phases = [phase for phase in _PHASES if any(each.case["range"] == phase for each in kinds)]
     figure = blank_figure("Time of one step by kind of work", (8.0, 1.8 + 0.6 * len(phases)))
     axes = figure.subplots()
@@ -42,8 +37,8 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
         for phase in phases:
             ends[phase] += by_phase[phase]
     for place, phase in enumerate(phases):
-        label, end = format_seconds(ends[phase]), (ends[phase] * 1e3, place)
-        axes.annotate(label, end, (4, 0), textcoords="offset points", va="center")
+        end = (ends[phase] * 1e3, place)
+        add_label(axes, format_seconds(ends[phase]), end, (4, 0), va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)

@@ -25,6 +25,7 @@ _INSTANTS = {
     "after_step": "after the optimizer step: peak during it",
 }
 _HEIGHT = 0.38
+_SMALL = {"fontsize": "x-small", "color": GRAY}
 
 
 def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
@@ -60,9 +61,8 @@ def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
     if predicted:
         handles.append(Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="predicted"))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize="small")
-    panels[0].text(
-        0.0, 1.14, subtitle(measured), transform=panels[0].transAxes, fontsize="x-small", color=GRAY
-    )
+    above = panels[0].transAxes
+    panels[0].text(0.0, 1.14, subtitle(measured), _SMALL, transform=above)
     return figure
 
 
@@ -72,18 +72,8 @@ def _draw_bar(
     left = 0.0
     for part in _PARTS:
         width = record.metrics[f"{instant}_{part}_bytes"].value / unit
-        axes.barh(
-            place,
-            width,
-            left=left,
-            height=_HEIGHT,
-            color=MEMORY_STYLES[part][0],
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.0,
-        )
+        color = MEMORY_STYLES[part][0]
+        axes.barh(place, width, _HEIGHT, left, color=color, hatch=hatch, edgecolor="w", lw=0)
         left += width
-    total = record.metrics[f"peak_{instant}_bytes"].value
-    axes.text(
-        left, place, f" {format_binary_bytes(total)}", va="center", fontsize="x-small", color=GRAY
-    )
+    total = format_binary_bytes(record.metrics[f"peak_{instant}_bytes"].value)
+    axes.text(left, place, f" {total}", _SMALL, va="center")

@@ -7,7 +7,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paceline.reports.plots.style import COLORS, GRAY, blank_figure
+from paceline.reports.plots.style import COLORS, GRAY, add_label, blank_figure
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.surface import tokens_for
@@ -39,15 +39,8 @@ def plot_profiles(fit: ScalingFit) -> Figure:
             constant, slope, curvature = profile.coefficients
             axes.plot(grid, constant + slope * offset + curvature * offset**2, ":", color=color)
             axes.plot([profile.vertex], [profile.vertex_loss], "x", color="black", ms=6, zorder=4)
-        axes.annotate(
-            f"{profile.compute:.0e}".replace("e+", "e"),
-            (sizes[-1], losses[-1]),
-            textcoords="offset points",
-            xytext=(4, 0),
-            fontsize="x-small",
-            color=color,
-            va="center",
-        )
+        budget, last_run = f"{profile.compute:.0e}".replace("e+", "e"), (sizes[-1], losses[-1])
+        add_label(axes, budget, last_run, (4, 0), fontsize="x-small", color=color, va="center")
     if surface is not None:
         budgets = np.geomspace(sweep.compute.min(), sweep.compute.max(), 100)
         optimum = surface.optimal_parameters(budgets), surface.optimal_loss(budgets)
@@ -87,15 +80,8 @@ def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> Figure:
     largest = float(fit.sweep.compute.max())
     for axes, name in zip(panels, ("best N (parameters)", "best D (tokens)"), strict=True):
         axes.axvline(largest, color=GRAY, lw=0.8, ls="--")
-        axes.annotate(
-            "largest run",
-            (largest, 0.03),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize="x-small",
-            color=GRAY,
-        )
+        small = {"xycoords": ("data", "axes fraction"), "fontsize": "x-small", "color": GRAY}
+        add_label(axes, "largest run", (largest, 0.03), (4, 0), **small)
         _logarithmic(axes, "compute C (FLOPs)", name)
     panels[0].legend(fontsize="small", frameon=False)
     return figure
@@ -119,14 +105,8 @@ def plot_surface(fit: ScalingFit) -> Figure:
     # Each contour is named where it meets the frontier, its leftmost point.
     for level, compute in zip(levels, surface.compute_for_loss(levels), strict=True):
         if budgets[0] < compute < budgets[-1]:
-            axes.annotate(
-                f"{level:.2f}",
-                (compute, float(surface.optimal_parameters(compute))),
-                xytext=(-3, 5),
-                textcoords="offset points",
-                ha="right",
-                fontsize="x-small",
-            )
+            meeting = (compute, float(surface.optimal_parameters(compute)))
+            add_label(axes, f"{level:.2f}", meeting, (-3, 5), fontsize="x-small", ha="right")
     axes.plot(sweep.compute, sweep.parameters, ".", color=GRAY, ms=4, label="runs")
     _logarithmic(axes, "compute C (FLOPs)", "parameters N")
     axes.set_ylim(sizes[0], sizes[-1])

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from paceline.records import Record
 from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
-from paceline.reports.plots.style import COLORS, PHASE_COLORS, new_figure
+from paceline.reports.plots.style import COLORS, PHASE_COLORS, add_label, new_figure
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -40,12 +40,9 @@ def plot_step_time(
     for place, record in enumerate(records):
         if not record.metrics:
             outcome = record.outcome.replace("_", " ")
-            axes.annotate(
-                outcome, (place, 0), (0, 6), textcoords="offset points", rotation=90, ha="center"
-            )
-    axes.set_xticks(
-        range(len(records)), [describe_case(record, varying, "\n") for record in records]
-    )
+            add_label(axes, outcome, (place, 0), (0, 6), rotation=90, ha="center")
+    names = [describe_case(record, varying, "\n") for record in records]
+    axes.set_xticks(range(len(records)), names)
     axes.set_xlim(-0.6, len(records) - 0.4)
     axes.legend()
     axes.set_ylabel("time (ms), median ± standard deviation")

@@ -7,7 +7,7 @@ page it was made for. Files are reproducible: the same records give the same byt
 import pathlib
 import textwrap
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -52,6 +52,13 @@ def add_grid(axes: Axes, axis: Literal["x", "y"]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=axis, alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def add_label(
+    axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """Writes what a point is called, at an offset of so many typographic points from it."""
+    axes.annotate(text, point, offset, textcoords="offset points", **style)
 
 
 def new_figure(title: str, records: Sequence[Record]) -> tuple[Figure, Axes]:

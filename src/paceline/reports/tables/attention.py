@@ -12,16 +12,11 @@ _VARIANTS = ("mask", "lengths", "group", "triton")
 
 def implementations_table(records: Sequence[Record]) -> Table:
     """Returns a row per dtype, head dim and length, with each implementation's times and peak."""
-    names = [
-        name
-        for name in dict.fromkeys(str(record.case["implementation"]) for record in records)
-        if any(record.metrics and record.case["implementation"] == name for record in records)
-    ]
-    groups: dict[tuple[CaseValue, ...], dict[str, Record]] = {}
-    for record in sorted(records, key=_longest_last):
-        case = record.case
-        key = (case["dtype"], case["head_dim"], case["context"])
-        groups.setdefault(key, {})[str(case["implementation"])] = record
+    measured = [record for record in records if record.metrics]
+    names = list(dict.fromkeys(str(record.case["implementation"]) for record in measured))
+    groups: dict[tuple[object, ...], dict[str, Record]] = {}
+    for record in sorted(records, key=_row):
+        groups.setdefault(_row(record), {})[str(record.case["implementation"])] = record
     shared, _varying = split_fields(records)
     return Table(
         headers=(
@@ -42,7 +37,7 @@ def implementations_table(records: Sequence[Record]) -> Table:
     )
 
 
-def _longest_last(record: Record) -> tuple[str, float, float]:
+def _row(record: Record) -> tuple[str, float, float]:
     sizes = case_number(record, "head_dim"), case_number(record, "context")
     return str(record.case["dtype"]), *sizes
 

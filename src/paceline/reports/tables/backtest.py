@@ -17,12 +17,7 @@ _GROUPED_BY = ("ranks", "link", "strategy")
 
 
 def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Table:
-    """Makes a table with a row for every strategy at every place, and one for all that count.
-
-    Args:
-        held_out: All cases, those that count first.
-        counted: How many of them count.
-    """
+    """Makes a row for every strategy at every place, and one for the first cases, which count."""
     if any(each.predicted.low is None for each in held_out):
         return _cases_table(held_out)
     groups: dict[tuple[str, ...], list[HeldOutPrediction]] = {}

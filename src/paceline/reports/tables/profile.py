@@ -7,6 +7,7 @@ from paceline.core.units import format_binary_bytes, format_decimal
 from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
 from paceline.reports.tables.table import Table
+from paceline.reports.tables.with_predictions import with_predictions
 from paceline.traces.records import ALL_OPERATORS
 
 
@@ -33,11 +34,6 @@ def work_table(records: Sequence[Record], subject: str) -> Table:
 
 def operator_table(records: Sequence[Record], subject: str, range_name: str) -> Table:
     """Returns the operators of one range that took longest."""
-    rows = [
-        record
-        for record in _operators(records, subject, only_kinds=False)
-        if record.case["range"] == range_name
-    ]
     return Table(
         headers=("operator", "work", "calls", "own time (ms)", "share"),
         rows=tuple(
@@ -48,7 +44,8 @@ def operator_table(records: Sequence[Record], subject: str, range_name: str) -> 
                 f"{record.metrics['own_time_s'].value * 1e3:.1f}",
                 f"{record.metrics['share'].value:.1%}",
             )
-            for record in rows
+            for record in _operators(records, subject, only_kinds=False)
+            if record.case["range"] == range_name
         ),
         caption=f"{subject}; {range_name} of one step",
     )
@@ -56,27 +53,19 @@ def operator_table(records: Sequence[Record], subject: str, range_name: str) -> 
 
 def attention_table(records: Sequence[Record], subject: str) -> Table:
     """Returns time and operations of the parts of attention in forward."""
-    sums: dict[str, tuple[float, float]] = {}
-    for part in ("attention_scores", "attention_softmax", "attention_values"):
-        found = [
-            record.metrics
-            for record in _operators(records, subject, only_kinds=True)
-            if record.case["range"] == part
-        ]
+    kinds = _operators(records, subject, only_kinds=True)
+    rows = []
+    for part in ("scores", "softmax", "values"):
+        found = [each.metrics for each in kinds if each.case["range"] == f"attention_{part}"]
         if found:
             seconds = sum(metrics["own_time_s"].value for metrics in found)
-            sums[part] = seconds, sum(metrics["flops"].value for metrics in found)
+            flops = sum(metrics["flops"].value for metrics in found)
+            total = format_decimal(flops, "") if flops else "-"
+            rate = format_decimal(flops / seconds, "") if flops and seconds else "-"
+            rows.append((part, f"{seconds * 1e3:.1f}", total, rate))
     return Table(
         headers=("part of attention", "time (ms)", "matmul FLOPs", "FLOP/s"),
-        rows=tuple(
-            (
-                part.removeprefix("attention_"),
-                f"{seconds * 1e3:.1f}",
-                format_decimal(flops, "") if flops else "-",
-                format_decimal(flops / seconds, "") if flops and seconds else "-",
-            )
-            for part, (seconds, flops) in sums.items()
-        ),
+        rows=tuple(rows),
         caption=f"{subject}; all layers of one forward pass",
     )
 
@@ -86,18 +75,15 @@ def flops_table(records: Sequence[Record]) -> Table:
 
     Phases whose FLOPs the trace does not tell are left out, as those of a GPU's kernels.
     """
-    measured = {join_key(record): record for record in records if record.kind == "operator"}
+    operators = {join_key(record): record for record in records if record.kind == "operator"}
     rows = []
     for record in records:
-        if record.kind == PREDICTION and record.measured_kind.name == "operator":
-            twin = measured.get(join_key(record))
-            traced = 0.0 if twin is None else twin.metrics["flops"].value
-            expected = record.metrics["flops"].value
-            if not traced or not expected:
-                continue
-            step = str(record.case["subject"]), str(record.case["range"])
-            flops = format_decimal(traced, ""), format_decimal(expected, "")
-            rows.append((*step, *flops, f"{traced / expected:.4f}"))
+        if record.kind == PREDICTION and join_key(record) in operators:
+            counts = [each.metrics["flops"].value for each in (operators[join_key(record)], record)]
+            if all(counts):
+                step = str(record.case["subject"]), str(record.case["range"])
+                texts = (format_decimal(count, "") for count in counts)
+                rows.append((*step, *texts, f"{counts[0] / counts[1]:.4f}"))
     return Table(
         headers=("step", "phase", "traced", "formula", "ratio"),
         rows=tuple(rows),
@@ -107,23 +93,17 @@ def flops_table(records: Sequence[Record]) -> Table:
 
 def memory_table(records: Sequence[Record]) -> Table:
     """Returns the peak of each step by category, beside the lower bound of the formulas."""
-    expected = {
-        join_key(record): record
-        for record in records
-        if record.kind == PREDICTION and record.measured_kind.name == "memory_timeline"
-    }
     categories = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
     rows = []
-    for record in records:
-        if record.kind != "memory_timeline":
-            continue
+    measured = [record for record in records if record.kind == "memory_timeline"]
+    for record in with_predictions(measured, records):
         values = {name: metric.value for name, metric in record.metrics.items()}
         rows.append(
             (
                 *(str(record.case[field]) for field in ("phase", "context", "precision")),
                 format_binary_bytes(values["peak_bytes"]),
                 *(format_binary_bytes(values[f"{name}_at_peak_bytes"]) for name in categories),
-                format_binary_bytes(expected[join_key(record)].metrics["peak_bytes"].value),
+                format_binary_bytes(values["predicted_peak_bytes"]),
             )
         )
     return Table(

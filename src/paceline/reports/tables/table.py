@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from paceline.core.errors import UsageError
-from paceline.records import Metric, Record
+from paceline.records import Record
 from paceline.reports.evidence.fields import (
     describe_case,
     describe_fields,
@@ -57,10 +57,11 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
     if (kind, view) not in COLUMNS:
         raise UsageError(f"records of kind {kind!r} have no {view} view")
     # A column that no record has anything for is noise; MFU stays, to say that it is not known.
+    known = {name for record in records for name in record.metrics}
     columns = [
         column
         for column in COLUMNS[kind, view]
-        if column.always or _has_any(records, column.metrics)
+        if column.always or not known.isdisjoint(column.metrics)
     ]
     rows = tuple(
         (
@@ -81,10 +82,6 @@ def records_table(records: Sequence[Record], view: View = "time") -> Table:
             *((_UNSTEADY_NOTE,) if any(UNSTEADY in cell for row in rows for cell in row) else ()),
         ),
     )
-
-
-def _has_any(records: Sequence[Record], metrics: Sequence[str]) -> bool:
-    return any(name in record.metrics for record in records for name in metrics)
 
 
 def _notes(record: Record, varying: Sequence[str]) -> list[str]:
@@ -131,15 +128,10 @@ def render_csv(records: Sequence[Record]) -> str:
     metric_headers = [header for name in metric_names for header in (name, f"{name}_std")]
     writer.writerow(["kind", *case_fields, "outcome", "reason", *metric_headers])
     for record in records:
-        metrics = [
-            number
-            for name in metric_names
-            for number in _value_and_deviation(record.metrics.get(name))
-        ]
+        metrics: list[float | None] = []
+        for name in metric_names:
+            metric = record.metrics.get(name)
+            metrics += (None, None) if metric is None else (metric.value, metric.std)
         case = [record.case.get(field) for field in case_fields]
         writer.writerow([record.kind, *case, record.outcome, record.reason, *metrics])
     return output.getvalue()
-
-
-def _value_and_deviation(metric: Metric | None) -> tuple[float | None, float | None]:
-    return (None, None) if metric is None else (metric.value, metric.std)
