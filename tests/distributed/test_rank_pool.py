@@ -1,5 +1,8 @@
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -81,3 +84,48 @@ def test_nothing_is_left_when_a_pool_is_closed(rank_pool: Callable[[int], RankPo
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert len(rank_pool(2).run(_process_id)) == 2
+
+
+def _variable(_rank: int, _world_size: int) -> str:
+    return os.environ["PACELINE_TEST_VARIABLE"]
+
+
+def test_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("first", "second"):
+        monkeypatch.setenv("PACELINE_TEST_VARIABLE", value)
+        with RankPool(1, timeout_s=60) as pool:
+            assert pool.run(_variable) == [value]
+
+
+def test_ranks_end_with_a_program_that_is_killed(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, time\n"
+        "from paceline.parallel import RankPool\n"
+        "def process_id(rank, world_size):\n"
+        "    return os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        "    with RankPool(2, timeout_s=60) as pool:\n"
+        "        print(*pool.run(process_id), flush=True)\n"
+        "        time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        pids = [int(pid) for pid in running.stdout.readline().split()]
+        running.kill()
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+    assert len(pids) == 2
+
+
+def test_what_ranks_are_forked_from_has_no_threads_and_no_device() -> None:
+    code = (
+        "import torch, threading, pathlib\n"
+        "def refuse(*_): raise AssertionError('a device was asked for')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse\n"
+        "import paceline.parallel.ranks.launch\n"
+        "assert threading.active_count() == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
