@@ -11,18 +11,12 @@ from typing import Any
 from paceline.core.errors import UsageError, did_you_mean
 from paceline.core.specs import ModelShape
 
+_DIMENSIONS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
 
-def _shape(
-    vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int, **others: Any
-) -> ModelShape:
-    return ModelShape(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        **others,
-    )
+
+def _shape(*dimensions: int, **others: Any) -> ModelShape:
+    named: dict[str, Any] = dict(zip(_DIMENSIONS, dimensions, strict=True))
+    return ModelShape(**named, **others)
 
 
 _LLAMA3 = {"num_kv_heads": 8, "max_context_length": 8192, "rope_theta": 500_000.0}

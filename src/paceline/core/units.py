@@ -8,7 +8,7 @@ and bytes for either.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NewType
 
 from paceline.core.errors import UsageError
@@ -102,11 +102,7 @@ def format_binary_bytes(num_bytes: float) -> str:
 
 def format_decimal(value: float, unit: str) -> str:
     """Formats a value with a decimal prefix, such as ``75.2 GFLOP/s``."""
-    value = _round_to_three_digits(value)
-    for step, prefix in _DECIMAL_STEPS:
-        if abs(value) >= step:
-            return f"{value / step:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+    return _format(value, [(step, prefix + unit) for step, prefix in _DECIMAL_STEPS], unit)
 
 
 def format_count(value: float) -> str:
@@ -117,13 +113,13 @@ def format_count(value: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Formats a duration in the largest unit that keeps it at or above one."""
-    seconds = _round_to_three_digits(seconds)
-    for step, suffix in _TIME_STEPS:
-        if abs(seconds) >= step:
-            return f"{seconds / step:.3g} {suffix}"
-    return f"{seconds:.3g} s"
+    return _format(seconds, _TIME_STEPS, "s")
 
 
-def _round_to_three_digits(value: float) -> float:
-    # Before the unit is chosen: 999.9 million are a billion to three digits.
-    return float(f"{value:.3g}")
+def _format(value: float, steps: Iterable[tuple[float, str]], unit: str) -> str:
+    # Rounded before the unit is chosen: 999.9 million are a billion to three digits.
+    value = float(f"{value:.3g}")
+    for step, name in steps:
+        if abs(value) >= step:
+            return f"{value / step:.3g} {name}"
+    return f"{value:.3g} {unit}"

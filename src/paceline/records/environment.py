@@ -4,6 +4,7 @@ This module knows nothing of torch: device names are passed in by whoever has it
 host names nor paths are kept, because records are published.
 """
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -77,13 +78,10 @@ def capture_environment(
 
 def processor_name() -> str:
     """Returns the processor's model name, as the operating system gives it."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

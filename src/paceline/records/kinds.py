@@ -59,93 +59,77 @@ _DATA_PARALLEL = (
     *("world_size", "num_hosts", "backend", *_PLACE),
 )
 
-_KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(name="step", join_key=_STEP, method=("warmup", "steps")),
-        # Memory over one such step, and its largest allocations.
-        Kind(name="memory_timeline", join_key=_STEP, method=("warmup", "steps")),
-        Kind(
-            name="allocation",
-            join_key=("subject", "number"),
-            method=("category", "operator", "place"),
+_WARMUP_STEPS = ("warmup", "steps")
+_WARMUP_ROUNDS = ("baseline", "warmup", "rounds")
+
+# By name, the join key and the method.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "step": (_STEP, _WARMUP_STEPS),
+    # Memory over one such step, and its largest allocations.
+    "memory_timeline": (_STEP, _WARMUP_STEPS),
+    "allocation": (("subject", "number"), ("category", "operator", "place")),
+    "attention": (
+        (
+            *("implementation", "batch", "context", "head_dim", "causal", "dtype"),
+            *("float32_matmul_precision", "compile", *_PLACE),
         ),
-        Kind(
-            name="attention",
-            join_key=(
-                *("implementation", "batch", "context", "head_dim", "causal", "dtype"),
-                *("float32_matmul_precision", "compile", *_PLACE),
-            ),
-            method=("warmup", "steps", "timer"),
+        (*_WARMUP_STEPS, "timer"),
+    ),
+    # What a compiler made of a kernel for an architecture, and the bounds of its speed.
+    "kernel": (
+        (
+            *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths", "group"),
+            *("block_queries", "block_keys", "num_warps", "num_stages", "triton"),
         ),
-        # What a compiler made of a kernel for an architecture, and the bounds of its speed.
-        Kind(
-            name="kernel",
-            join_key=(
-                *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths", "group"),
-                *("block_queries", "block_keys", "num_warps", "num_stages", "triton"),
-            ),
+        (),
+    ),
+    # Two ways to do the same, measured in turn in one run; its metrics are ratios.
+    "comparison": (
+        ("subject", "baseline", *_PLACE),
+        (
+            *("model", "batch", "context", "phase", "operation", "size_bytes", "world_size"),
+            *("warmup", "rounds"),
         ),
-        # Two ways to do the same, measured in turn in one run; its metrics are ratios.
-        Kind(
-            name="comparison",
-            join_key=("subject", "baseline", *_PLACE),
-            method=(
-                *("model", "batch", "context", "phase"),
-                *("operation", "size_bytes", "world_size"),
-                *("warmup", "rounds"),
-            ),
+    ),
+    "comm": (("operation", "size_bytes", *_GROUP, *_PLACE), _WARMUP_STEPS),
+    # Training steps under one of several strategies that were measured in turn.
+    "ddp": (_DATA_PARALLEL, _WARMUP_ROUNDS),
+    # Memory of such steps by what it holds, one strategy after the other.
+    "optimizer": (_DATA_PARALLEL, _WARMUP_STEPS),
+    # Where the time of such steps went on one rank, and one of them in detail.
+    "timeline": ((*_DATA_PARALLEL, "rank"), _WARMUP_ROUNDS),
+    # What a trace tells: of the steps of a rank, and of the operators inside of a range.
+    "trace_step": (("subject", "rank", "label"), ()),
+    "trace_analysis": (("size_bytes", *_PLACE), ()),
+    "operator": (("subject", "range", "work", "operator"), ()),
+    "collective_fit": (("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE), ()),
+    # What a machine reaches on one part of a training step, for predictions.
+    "calibration": (
+        ("quantity", *_GROUP, *_PLACE),
+        (
+            *("tokens", "inputs", "outputs"),
+            *("batch", "context", "num_heads", "num_kv_heads", "head_dim", "attention"),
+            *("operation", "size_bytes", "smallest_bytes", "largest_bytes"),
+            "float32_matmul_precision",
         ),
-        Kind(
-            name="comm",
-            join_key=("operation", "size_bytes", *_GROUP, *_PLACE),
-            method=("warmup", "steps"),
-        ),
-        # Training steps under one of several strategies that were measured in turn.
-        Kind(name="ddp", join_key=_DATA_PARALLEL, method=("baseline", "warmup", "rounds")),
-        # Memory of such steps by what it holds, one strategy after the other.
-        Kind(name="optimizer", join_key=_DATA_PARALLEL, method=("warmup", "steps")),
-        # Where the time of such steps went on one rank, and one of them in detail.
-        Kind(
-            name="timeline",
-            join_key=(*_DATA_PARALLEL, "rank"),
-            method=("baseline", "warmup", "rounds"),
-        ),
-        # What a trace tells: of the steps of a rank, and of the operators inside of a range.
-        Kind(name="trace_step", join_key=("subject", "rank", "label")),
-        Kind(name="trace_analysis", join_key=("size_bytes", *_PLACE)),
-        Kind(name="operator", join_key=("subject", "range", "work", "operator")),
-        Kind(
-            name="collective_fit",
-            join_key=("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE),
-        ),
-        # What a machine reaches on one part of a training step, for predictions.
-        Kind(
-            name="calibration",
-            join_key=("quantity", *_GROUP, *_PLACE),
-            method=(
-                *("tokens", "inputs", "outputs"),
-                *("batch", "context", "num_heads", "num_kv_heads", "head_dim", "attention"),
-                *("operation", "size_bytes", "smallest_bytes", "largest_bytes"),
-                "float32_matmul_precision",
-            ),
-        ),
-        # What a method of scaling laws says of a budget; studies judge methods by known truths.
-        Kind(name="scaling", join_key=("method", "compute_budget")),
-        Kind(
-            name="scaling_run",
-            join_key=("compute_budget", "parameters"),
-            method=("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),
-        ),
-        Kind(
-            name="scaling_study",
-            join_key=("study", "noise"),
-            method=("departure", "num_sweeps", "num_draws", "level", "total_flops"),
-        ),
-        # What became of a command that was to measure something for a report.
-        Kind(name=ATTEMPT, join_key=("name",), method=("deliverables", "command")),
-        Kind(name="environment", join_key=_PLACE, method=("self_test", "world_size", "backend")),
-    )
+    ),
+    # What a method of scaling laws says of a budget; studies judge methods by known truths.
+    "scaling": (("method", "compute_budget"), ()),
+    "scaling_run": (
+        ("compute_budget", "parameters"),
+        ("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),
+    ),
+    "scaling_study": (
+        ("study", "noise"),
+        ("departure", "num_sweeps", "num_draws", "level", "total_flops"),
+    ),
+    # What became of a command that was to measure something for a report.
+    ATTEMPT: (("name",), ("deliverables", "command")),
+    "environment": (_PLACE, ("self_test", "world_size", "backend")),
+}
+_KINDS = {
+    name: Kind(name=name, join_key=join_key, method=method)
+    for name, (join_key, method) in _FIELDS.items()
 }
 
 

@@ -5,9 +5,9 @@ the rate that a stream reached on them just before. Without a lab there is nothi
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError, UsageError
@@ -45,8 +45,7 @@ def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, 
     return fields
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(NamedTuple):
     """A link between ranks whose rate is known."""
 
     bytes_per_s: float

@@ -1,9 +1,9 @@
 """What a trace tells, as records."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.units import NANOSECOND
-from paceline.records import CaseValue, Metric, Record
+from paceline.records import Metric, Record
 from paceline.records.environment import Environment
 from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis
 from paceline.traces.steps.operators import OperatorTime
@@ -34,11 +34,12 @@ def step_records(analysis: TraceAnalysis, subject: str, environment: Environment
     for step in analysis.steps:
         groups.setdefault((step.rank, step.label), []).append(step)
     return [
-        _record(
-            "trace_step",
-            {"subject": subject, "rank": rank, "label": label},
-            environment,
-            {name: Metric.from_samples(values) for name, values in part_samples(steps).items()},
+        Record(
+            kind="trace_step",
+            case={"subject": subject, "rank": rank, "label": label},
+            environment=environment,
+            metrics={name: Metric.from_samples(own) for name, own in part_samples(steps).items()},
+            outcome="ok",
         )
         for (rank, label), steps in groups.items()
     ]
@@ -46,8 +47,8 @@ def step_records(analysis: TraceAnalysis, subject: str, environment: Environment
 
 def operator_records(
     analysis: TraceAnalysis, subject: str, environment: Environment
-) -> list[Record]:
-    """Returns time, calls and operations of each range: by kind of work, then by operator.
+) -> Iterator[Record]:
+    """Yields time, calls and operations of each range: by kind of work, then by operator.
 
     Numbers are those of one step of one rank on average.
     """
@@ -55,7 +56,6 @@ def operator_records(
     ranges: dict[str, list[OperatorTime]] = {}
     for row in analysis.operators:
         ranges.setdefault(row.range_name, []).append(row)
-    records = []
     for range_name, rows in ranges.items():
         total = sum(row.self_time for row in rows)
         kinds: dict[str, list[OperatorTime]] = {}
@@ -74,18 +74,10 @@ def operator_records(
                 "num_calls": sum(row.num_calls for row in summed) / num_steps,
                 "flops": sum(row.flops for row in summed) / num_steps,
             }
-            records.append(
-                _record(
-                    "operator",
-                    {"subject": subject, "range": range_name, "work": kind, "operator": operator},
-                    environment,
-                    {name: Metric(value=value) for name, value in metrics.items()},
-                )
+            yield Record(
+                kind="operator",
+                case={"subject": subject, "range": range_name, "work": kind, "operator": operator},
+                environment=environment,
+                metrics={name: Metric(value=value) for name, value in metrics.items()},
+                outcome="ok",
             )
-    return records
-
-
-def _record(
-    kind: str, case: dict[str, CaseValue], environment: Environment, metrics: dict[str, Metric]
-) -> Record:
-    return Record(kind=kind, case=case, environment=environment, metrics=metrics, outcome="ok")

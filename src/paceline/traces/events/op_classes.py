@@ -71,16 +71,12 @@ def matmul_flops(name: str, input_dims: bytes) -> int:
 
     `input_dims` is the profiler's JSON list of its inputs' shapes.
     """
-    if name not in _MATMUL_INPUTS or not input_dims:
+    if name not in _MATMULS or not input_dims:
         return 0
+    left, right, outputs, count = _MATMULS[name]
     try:
         shapes = msgspec.json.decode(input_dims, type=list[list[int]])
-        left, right = (shapes[index] for index in _MATMUL_INPUTS[name])
-        if name in _ATTENTION_MATMULS:
-            # Of every head: matmuls of (length x length x width).
-            flops = _ATTENTION_MATMULS[name] * 2 * math.prod(left) * right[-2]
-        else:
-            flops = 2 * math.prod(left) * right[-1]
+        flops = count * 2 * math.prod(shapes[left]) * shapes[right][outputs]
     except (msgspec.DecodeError, IndexError, RecursionError):
         return 0
     # Shapes that are none, as of a damaged trace, count nothing.
@@ -89,17 +85,14 @@ def matmul_flops(name: str, input_dims: bytes) -> int:
 
 _MAX_FLOPS = 10**18  # A second of the largest machines there are.
 
-# Where the two factors stand among an operator's inputs.
-_MATMUL_INPUTS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2),
-}
-# Matmuls of scores' size: two in forward, five in backward with one recomputed.
-_ATTENTION_MATMULS = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": 2,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+# Where the two factors stand among an operator's inputs, which dimension of the second one the
+# result has, and how many such matmuls there are. Attention's are of every head's scores, two in
+# forward, five in backward with one recomputed: (length x length x width).
+_MATMULS = {
+    "aten::mm": (0, 1, -1, 1),
+    "aten::bmm": (0, 1, -1, 1),
+    "aten::addmm": (1, 2, -1, 1),
+    "aten::baddbmm": (1, 2, -1, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, -2, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2, -2, 5),
 }

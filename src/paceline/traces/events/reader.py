@@ -71,9 +71,8 @@ _Kind = TypeVar("_Kind", Event, AnyEvent)
 class TraceReader(Generic[_Kind]):
     """The events of one file, in the order in which they stand there.
 
-    Args:
-        path: A trace, plain or compressed with gzip.
-        kind: What events are decoded into: `Event`, or `AnyEvent` with all that they hold.
+    The trace at `path` may be compressed with gzip. `kind` is what events are decoded into:
+    `Event`, or `AnyEvent` with all that they hold.
     """
 
     def __init__(self, path: pathlib.Path, kind: type[_Kind]) -> None:

@@ -51,13 +51,13 @@ class Spool:
             yield self.read(begin, _CHUNK_ROWS)
 
 
-class StepSpool:
+class StepSpool(Spool):
     """The events of each step of each rank; a rank's steps are disjoint and in order."""
 
     def __init__(
         self, events: Spool, rank_of_thread: npt.NDArray[np.int64], steps: Mapping[int, Intervals]
     ) -> None:
-        self._spool = Spool(EVENT)
+        super().__init__(EVENT)
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in events.chunks():
             ranks = rank_of_thread[chunk["thread"]]
@@ -65,18 +65,10 @@ class StepSpool:
                 if rank in steps:
                     self._divide(chunk[ranks == rank], rank, steps[rank])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *arguments: object) -> None:
-        self._spool.__exit__(*arguments)
-
-    def read(self, rank: int, step: int) -> EventTable:
+    def read_step(self, rank: int, step: int) -> EventTable:
         """Returns the events that touch a step."""
-        runs = self._runs.get((rank, step), [])
-        return np.concatenate(
-            [np.empty(0, dtype=EVENT), *(self._spool.read(begin, count) for begin, count in runs)]
-        )
+        runs = [self.read(*run) for run in self._runs.get((rank, step), [])]
+        return np.concatenate([np.empty(0, dtype=EVENT), *runs])
 
     def _divide(self, events: EventTable, rank: int, steps: Intervals) -> None:
         first = np.searchsorted(steps[:, 1], events["start"], side="right")
@@ -88,7 +80,7 @@ class StepSpool:
         offsets = np.arange(copies.size) - np.repeat(np.cumsum(counts) - counts, counts)
         numbers = np.repeat(first, counts) + offsets
         order = np.argsort(numbers, kind="stable")
-        begin = self._spool.append(copies[order])
+        begin = self.append(copies[order])
         present, run_lengths = np.unique(numbers, return_counts=True)
         for step, length in zip(present.tolist(), run_lengths.tolist(), strict=True):
             self._runs.setdefault((rank, step), []).append((begin, length))

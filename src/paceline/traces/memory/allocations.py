@@ -131,23 +131,18 @@ class _Stacks:
 
 def _pair(placed: Iterable[tuple[AnyEvent, str, str]]) -> Iterator[Allocation]:
     """Joins each allocation with its release."""
-    live: dict[int, tuple[AnyEvent, str, str]] = {}
+    live: dict[int, Allocation] = {}
     for event, place, operator in placed:
         address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
         if num_bytes > 0:
-            live[address] = (event, place, operator)
+            live[address] = Allocation(
+                address=address,
+                num_bytes=num_bytes,
+                start=event["ts"],
+                end=None,
+                place=place,
+                operator=operator,
+            )
         elif address in live:
-            yield _allocation(*live.pop(address), end=event["ts"])
-    for entry in live.values():
-        yield _allocation(*entry, end=None)
-
-
-def _allocation(event: AnyEvent, place: str, operator: str, *, end: float | None) -> Allocation:
-    return Allocation(
-        address=event["args"]["Addr"],
-        num_bytes=event["args"]["Bytes"],
-        start=event["ts"],
-        end=end,
-        place=place,
-        operator=operator,
-    )
+            yield dataclasses.replace(live.pop(address), end=event["ts"])
+    yield from live.values()

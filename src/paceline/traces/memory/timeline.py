@@ -61,15 +61,11 @@ def memory_timeline(
     num_points: int = 400,
     num_largest: int = 10,
 ) -> MemoryTimeline:
-    """Stacks a step's memory.
+    """Stacks a step's memory upon what is `resident` before.
 
-    Args:
-        trace: Its allocations and ranges.
-        resident: What exists before.
-        gradient_addresses: Where gradients lie when backward is over.
-        num_points: Into how many stretches time is divided; of each, the moment with the most
-            memory is kept.
-        num_largest: How many groups of allocations are named.
+    `gradient_addresses` are where gradients lie when backward is over. Time is divided into
+    `num_points` stretches, of each of which the moment with the most memory is kept; as many as
+    `num_largest` groups of allocations are named.
     """
     categorized = [
         (_category(allocation, trace.ranges, gradient_addresses), allocation)

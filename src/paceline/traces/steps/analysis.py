@@ -70,7 +70,7 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
         with StepSpool(spool, catalog.rank_of_thread(), timeline.windows) as by_step:
             for rank, windows in timeline.windows.items():
                 for index, (start, end) in enumerate(windows.tolist()):
-                    totals.add(start, end, rank, by_step.read(rank, index))
+                    totals.add(start, end, rank, by_step.read_step(rank, index))
         names = (
             (rank, index, label)
             for rank, labels in timeline.labels.items()
