@@ -72,13 +72,8 @@ class LossSurface:
 
     def optimal_parameters(self, compute: Numbers) -> Array:
         """Returns the number of parameters with the least loss for so many FLOPs, `compute`."""
-        return optimal_parameters(
-            self.parameter_scale,
-            self.parameter_exponent,
-            self.token_scale,
-            self.token_exponent,
-            compute,
-        )
+        _, *coefficients = dataclasses.astuple(self)
+        return optimal_parameters(compute, *coefficients)
 
     def optimal_tokens(self, compute: Numbers) -> Array:
         """Returns the tokens that the best model for this `compute` is trained on: C / 6N."""
@@ -113,11 +108,11 @@ class LossSurface:
 
 
 def optimal_parameters(
+    compute: Numbers,
     parameter_scale: Numbers,
     parameter_exponent: Numbers,
     token_scale: Numbers,
     token_exponent: Numbers,
-    compute: Numbers,
 ) -> Array:
     """Returns (alpha A / beta B)^(1/(alpha+beta)) (C/6)^(beta/(alpha+beta)), of arrays too."""
     alpha, beta = np.asarray(parameter_exponent), np.asarray(token_exponent)

@@ -16,7 +16,8 @@ from paceline.scaling.allocation.model_shapes import (
     suggested_learning_rate,
 )
 from paceline.scaling.fits.all_methods import ScalingFit
-from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodName, predict
+from paceline.scaling.fits.bootstrap import MethodName
+from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.fits.profile_likelihood import profile_interval
 from paceline.scaling.surface import tokens_for
 
@@ -106,7 +107,9 @@ def decide(
         shape = nearest_shape(
             chosen.parameters.value, vocab_size=vocab_size, context_length=context_length
         )
-        batch = batch_tokens or suggested_batch_tokens(chosen.tokens.value)
+        tokens = batch_tokens or suggested_batch_tokens(chosen.tokens.value)
+        num_sequences = max(1, round(tokens / context_length))
+        batch = BatchShape(num_sequences=num_sequences, context_length=context_length)
         decisions.append(
             Decision(
                 compute=float(budget),
@@ -114,14 +117,7 @@ def decide(
                 answers=answers,
                 profile=profile_interval(fit.sweep, fit.parametric, float(budget), level),
                 waste=_waste(fit, chosen),
-                run=plan_run(
-                    shape,
-                    float(budget),
-                    BatchShape(
-                        num_sequences=max(1, round(batch / context_length)),
-                        context_length=context_length,
-                    ),
-                ),
+                run=plan_run(shape, float(budget), batch),
                 learning_rate=suggested_learning_rate(chosen.parameters.value, chosen.tokens.value),
             )
         )

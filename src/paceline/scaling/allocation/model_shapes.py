@@ -47,9 +47,17 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
     aspect = _ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT
     best: tuple[float, ModelShape] | None = None
     for width in _widths():
-        shape = _of_width(width, 1, vocab_size, context_length)
+        tile = 64 if width < _WIDE else 128
+        shape = ModelShape(
+            vocab_size=vocab_size,
+            d_model=width,
+            d_ff=max(tile, round(8 / 3 * width / tile) * tile),
+            num_layers=1,
+            num_heads=width // tile,
+            max_context_length=context_length,
+        )
         one = count_parameters(shape).total
-        per_layer = count_parameters(_of_width(width, 2, vocab_size, context_length)).total - one
+        per_layer = count_parameters(dataclasses.replace(shape, num_layers=2)).total - one
         if one > 2 * parameters:
             break
         num_layers = max(1, round((parameters - one) / per_layer) + 1)
@@ -58,7 +66,7 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
             math.log(width / num_layers / aspect)
         )
         if best is None or misfit < best[0]:
-            best = misfit, _of_width(width, num_layers, vocab_size, context_length)
+            best = misfit, dataclasses.replace(shape, num_layers=num_layers)
     if best is None:
         raise UsageError(
             f"no TransformerLM has only {parameters:.3g} parameters with a vocabulary of "
@@ -96,16 +104,3 @@ def suggested_learning_rate(parameters: float, tokens: float) -> float:
 def _widths() -> list[int]:
     wide = range(_WIDE, _VERY_WIDE, 256)
     return [*range(64, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]
-
-
-def _of_width(width: int, num_layers: int, vocab_size: int, context_length: int) -> ModelShape:
-    step = 64 if width < _WIDE else 128
-    head_dim = 128 if width >= _WIDE else 64
-    return ModelShape(
-        vocab_size=vocab_size,
-        d_model=width,
-        d_ff=max(step, round(8 / 3 * width / step) * step),
-        num_layers=num_layers,
-        num_heads=width // head_dim,
-        max_context_length=context_length,
-    )

@@ -6,7 +6,7 @@ the last digit of an exponent moves the optimum more than most intervals are wid
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -52,60 +52,55 @@ def check_allocation(
         spent=spent / compute,
         wasted=1 - float(surface.compute_for_loss(loss)) / spent,
     )
-    findings = []
-    if abs(cost.spent - 1) > _SPENT_TOLERANCE:
-        findings.append(
-            Finding(
-                name="inconsistent_compute",
-                message=f"6ND is {cost.spent:.2f} of the budget of {compute:.3g} FLOPs: N and D "
-                "were fitted apart",
-                remedy="fit N and take D = C/6N",
-            )
-        )
     best = float(surface.optimal_parameters(compute))
+    return cost, list(_allocation_findings(cost, compute, parameters, best))
+
+
+def _allocation_findings(
+    cost: AllocationCost, compute: float, parameters: float, best: float
+) -> Iterator[Finding]:
+    if abs(cost.spent - 1) > _SPENT_TOLERANCE:
+        yield Finding(
+            name="inconsistent_compute",
+            message=f"6ND is {cost.spent:.2f} of the budget of {compute:.3g} FLOPs: N and D were "
+            "fitted apart",
+            remedy="fit N and take D = C/6N",
+        )
     ratio = parameters / best
     if not 1 / _WRONG_SIZE < ratio < _WRONG_SIZE:
-        findings.append(
-            Finding(
-                name="wrong_size",
-                message=f"N = {parameters:.3g} is {ratio:.2g} times the best {best:.3g}; the loss "
-                f"is {loss:.4f} instead of {cost.best_loss:.4f}, and {cost.wasted:.0%} of the "
-                "FLOPs spent are wasted",
-                remedy="fit in log space, and all runs rather than the lowest of each budget",
-            )
+        yield Finding(
+            name="wrong_size",
+            message=f"N = {parameters:.3g} is {ratio:.2g} times the best {best:.3g}; the loss is "
+            f"{cost.loss:.4f} instead of {cost.best_loss:.4f}, and {cost.wasted:.0%} of the FLOPs "
+            "spent are wasted",
+            remedy="fit in log space, and all runs rather than the lowest of each budget",
         )
-    return cost, findings
 
 
-def check_coefficients(fit: ScalingFit, printed: Sequence[str], compute: float) -> list[Finding]:
+def check_coefficients(
+    fit: ScalingFit, printed: Sequence[str], compute: float
+) -> Iterator[Finding]:
     """Names what is wrong with printed coefficients E, A, alpha, B, beta of the same runs."""
     surface = LossSurface(*map(_parse, COEFFICIENT_NAMES, printed))
-    findings = []
     best = fit_huber(fit.sweep, np.ones((1, len(fit.sweep)))).surface
     reached, least = (huber_objective(fit.sweep, claimed) for claimed in (surface, best))
     if reached > least * (1 + _OBJECTIVE_EXCESS / len(fit.sweep)):
         sizes = [float(claimed.optimal_parameters(compute)) for claimed in (surface, best)]
-        findings.append(
-            Finding(
-                name="loose_optimiser",
-                message=f"these coefficients leave an objective of {reached:.3g} where "
-                f"{least:.3g} can be reached; N at {compute:.3g} FLOPs is {sizes[0]:.3g} instead "
-                f"of {sizes[1]:.3g}",
-                remedy="sum Huber's loss over the runs instead of averaging it, tighten the "
-                "tolerance, and start from a grid",
-            )
+        yield Finding(
+            name="loose_optimiser",
+            message=f"these coefficients leave an objective of {reached:.3g} where {least:.3g} "
+            f"can be reached; N at {compute:.3g} FLOPs is {sizes[0]:.3g} instead of {sizes[1]:.3g}",
+            remedy="sum Huber's loss over the runs instead of averaging it, tighten the "
+            "tolerance, and start from a grid",
         )
     low, high = rounding_range(printed, compute)
     if high / low - 1 > _ROUNDING:
-        findings.append(
-            Finding(
-                name="rounded_coefficients",
-                message=f"with the digits printed, N at {compute:.3g} FLOPs may be anything from "
-                f"{low:.3g} to {high:.3g}",
-                remedy="keep all digits of the coefficients, the exponents' above all",
-            )
+        yield Finding(
+            name="rounded_coefficients",
+            message=f"with the digits printed, N at {compute:.3g} FLOPs may be anything from "
+            f"{low:.3g} to {high:.3g}",
+            remedy="keep all digits of the coefficients, the exponents' above all",
         )
-    return findings
 
 
 def rounding_range(printed: Sequence[str], compute: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ Each check is a function that yields the findings of one pitfall. Thresholds are
 moves by more than a few per cent, not where a test could just see something.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -68,13 +69,8 @@ def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
     own error, which no interval covers.
     """
     surface = fit.parametric.surface
-    sweep = fit.sweep
-    twin = Sweep(
-        parameters=sweep.parameters,
-        tokens=sweep.tokens,
-        compute=sweep.compute,
-        loss=surface.loss(sweep.parameters, sweep.tokens),
-    )
+    loss = surface.loss(fit.sweep.parameters, fit.sweep.tokens)
+    twin = dataclasses.replace(fit.sweep, loss=loss)
     if method == "parabola":
         found = fit_parabola(twin, np.ones((1, len(twin)))).optimum(compute)[0]
     else:
@@ -201,8 +197,18 @@ def _curves(fit: ScalingFit) -> Iterator[Finding]:
 
 
 def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
+    findings = {
+        "parabola": (
+            *("parabola_bias", "a parabola is not the shape of a loss profile"),
+            "use the parametric method, or sizes nearer to the minimum",
+        ),
+        "lowest_run": (
+            *("coarse_sizes", "the lowest run is one of the sizes tried, not the best one"),
+            "use the parametric method or more sizes",
+        ),
+    }
     names = {found.method for found in fit.methods}
-    for method in ("parabola", "lowest_run"):
+    for method, (name, reason, remedy) in findings.items():
         if method not in names:
             continue
         try:
@@ -210,21 +216,10 @@ def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
         except UsageError:
             continue
         worst = int(np.abs(bias).argmax())
-        if abs(bias[worst]) <= _BIAS:
-            continue
-        is_parabola = method == "parabola"
-        yield Finding(
-            name="parabola_bias" if is_parabola else "coarse_sizes",
-            message=(
-                "a parabola is not the shape of a loss profile"
-                if is_parabola
-                else "the lowest run is one of the sizes tried, not the best one"
-            )
-            + f": without any noise it would miss N at {targets[worst]:.3g} FLOPs by "
-            f"{bias[worst]:+.0%}",
-            remedy="use the parametric method"
-            + (", or sizes nearer to the minimum" if is_parabola else " or more sizes"),
-        )
+        if abs(bias[worst]) > _BIAS:
+            missed = f"N at {targets[worst]:.3g} FLOPs by {bias[worst]:+.0%}"
+            message = f"{reason}: without any noise it would miss {missed}"
+            yield Finding(name=name, message=message, remedy=remedy)
 
 
 def _determination(fit: ScalingFit, targets: Array, level: float) -> Iterator[Finding]:

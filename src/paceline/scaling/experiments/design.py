@@ -15,7 +15,7 @@ from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minim
 from paceline.scaling.surface import Array, LossSurface, compute_for
 
 # Terms are counted at this size and these tokens, where they are of the order of one.
-_REFERENCE = (1e8, 2e9)
+REFERENCE = (1e8, 2e9)
 # E, log of both terms at the reference, and both exponents: centres and deviations that hold every
 # published surface of text.
 _PRIOR_MEAN = np.array([2.0, -0.3, 0.34, -0.3, 0.34])
@@ -72,16 +72,20 @@ def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief
     return Belief(mean=mean, covariance=covariance, noise=noise)
 
 
-def variance_reductions(belief: Belief, parameters: Array, tokens: Array, compute: float) -> Array:
-    """Returns by how much each run would reduce the variance of log N at a budget."""
-    slopes = belief.surface.log_slopes(parameters, tokens, _REFERENCE)
-    return _reductions(belief, slopes, _optimum_slope(belief.mean, compute))
+def variance_reductions(belief: Belief, slopes: Array, compute: float) -> Array:
+    """Returns by how much runs would reduce the variance of log N at a budget.
+
+    `slopes` are those of the log loss of each run along the coefficients.
+    """
+    spread = slopes @ belief.covariance
+    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
+    return np.asarray((spread @ _optimum_slope(belief.mean, compute)) ** 2 / total)
 
 
 def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
     """Returns what will be known after a run, as far as that is known before."""
     run = np.array([parameters]), np.array([tokens])
-    return _after(belief, belief.surface.log_slopes(*run, _REFERENCE)[0])
+    return _after(belief, belief.surface.log_slopes(*run, REFERENCE)[0])
 
 
 def choose(
@@ -93,7 +97,7 @@ def choose(
     `compute`, given those before it, per cost raised to a power. Several powers are tried, from
     spending lavishly to spending thriftily, and the plan that leaves the least variance is kept.
     """
-    slopes = belief.surface.log_slopes(parameters, tokens, _REFERENCE)
+    slopes = belief.surface.log_slopes(parameters, tokens, REFERENCE)
     plans = [_greedy(belief, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
     return min(plans, key=lambda plan: plan[1])[0]
 
@@ -103,25 +107,18 @@ def _greedy(
 ) -> tuple[list[int], float]:
     """Returns the candidates of one plan, and the deviation of log N that it leaves."""
     chosen: list[int] = []
-    target = _optimum_slope(belief.mean, compute)
     price = cost**thrift
     is_open = np.ones(len(cost), dtype=bool)
     while True:
         is_open &= cost <= budget
         if not is_open.any():
             return chosen, belief.log_size_deviation(compute)
-        gain = _reductions(belief, slopes, target)
+        gain = variance_reductions(belief, slopes, compute)
         best = int(np.where(is_open, gain / price, -1.0).argmax())
         chosen.append(best)
         is_open[best] = False
         budget -= float(cost[best])
         belief = _after(belief, slopes[best])
-
-
-def _reductions(belief: Belief, slopes: Array, target: Array) -> Array:
-    spread = slopes @ belief.covariance
-    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
-    return np.asarray((spread @ target) ** 2 / total)
 
 
 def _after(belief: Belief, slope: Array) -> Belief:
@@ -134,7 +131,7 @@ def _optimum_slope(mean: Array, compute: float) -> Array:
     """Returns the slopes of log N at a budget along the coefficients."""
     _, log_p, alpha, log_q, beta = mean
     total = alpha + beta
-    budget = np.log(compute / compute_for(*_REFERENCE))
+    budget = np.log(compute / compute_for(*REFERENCE))
     log_size = (np.log(alpha / beta) + log_p - log_q + beta * budget) / total
     return np.array(
         [
@@ -155,7 +152,7 @@ def _most_probable(
     def residual_and_slopes(mean: Array) -> tuple[Array, Array]:
         surface = _surface(mean)
         residual = np.log(loss / surface.loss(parameters, tokens))
-        return residual / noise, surface.log_slopes(parameters, tokens, _REFERENCE) / noise
+        return residual / noise, surface.log_slopes(parameters, tokens, REFERENCE) / noise
 
     def linearize(means: Array, _rows: Rows) -> Linearization:
         residual, slopes = residual_and_slopes(means[0])
@@ -184,6 +181,6 @@ def _most_probable(
 
 def _surface(mean: Array) -> LossSurface:
     floor, log_p, alpha, log_q, beta = (float(value) for value in mean)
-    scale_n = np.exp(log_p + alpha * np.log(_REFERENCE[0]))
-    scale_d = np.exp(log_q + beta * np.log(_REFERENCE[1]))
+    scale_n = np.exp(log_p + alpha * np.log(REFERENCE[0]))
+    scale_d = np.exp(log_q + beta * np.log(REFERENCE[1]))
     return LossSurface(floor, float(scale_n), alpha, float(scale_d), beta)

@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Callable
 
 from paceline.core.errors import UsageError
-from paceline.scaling.fits.bootstrap import DEFAULT_DRAWS, draw_counts
+from paceline.scaling.fits.bootstrap import DEFAULT_DRAWS, MethodName, draw_counts
 from paceline.scaling.fits.envelope import fit_envelope
 from paceline.scaling.fits.huber import fit_huber
 from paceline.scaling.fits.isoflop import Profile, find_profiles, fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import SurfaceFit, fit_parametric
-from paceline.scaling.fits.prediction import MethodFit, MethodName
+from paceline.scaling.fits.prediction import MethodFit
 from paceline.scaling.runs.sweep import Sweep
 
 

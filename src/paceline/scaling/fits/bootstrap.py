@@ -4,11 +4,15 @@ A replicate is a row of counts, not a copy of the runs, so that a thousand of th
 and every fit takes all of them at once.
 """
 
+from typing import Literal
+
 import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
+
+MethodName = Literal["lowest_run", "parabola", "envelope", "huber", "parametric"]
 
 DEFAULT_DRAWS = 1000
 _FEWEST_ANSWERS = 0.5
@@ -21,7 +25,7 @@ def draw_counts(sweep: Sweep, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> 
     return generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
 
 
-def require_replicates(method: str, share: float) -> None:
+def require_replicates(method: MethodName, share: float) -> None:
     """Refuses a method of which fewer than half of the replicates come to an answer."""
     if share < _FEWEST_ANSWERS:
         raise UsageError(

@@ -7,6 +7,8 @@ damped Gauss-Newton steps together. Sums are never averages here, and steps end 
 stands still: a mean over runs with an optimiser's default tolerance stops where it started.
 """
 
+import itertools
+
 import numpy as np
 
 from paceline.scaling.fits.bootstrap import require_replicates
@@ -63,13 +65,12 @@ def _starts(loss: Array) -> Array:
     """Returns rows of log E, log A, alpha, log B, beta, with N and D about their centres."""
     lowest, middle = float(loss.min()), float(np.median(loss))
     rows = []
-    for alpha in _START_EXPONENTS:
-        for beta in _START_EXPONENTS:
-            for floor in _START_FLOORS:
-                for share in _START_SHARES:
-                    reducible = middle - floor * lowest
-                    scales = np.log([floor * lowest, share * reducible, (1 - share) * reducible])
-                    rows.append([scales[0], scales[1], alpha, scales[2], beta])
+    for alpha, beta, floor, share in itertools.product(
+        _START_EXPONENTS, _START_EXPONENTS, _START_FLOORS, _START_SHARES
+    ):
+        reducible = middle - floor * lowest
+        log_e, log_a, log_b = np.log([floor * lowest, share * reducible, (1 - share) * reducible])
+        rows.append([log_e, log_a, alpha, log_b, beta])
     return np.array(rows)
 
 
@@ -97,7 +98,20 @@ def _descend_chunk(
     start: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
 ) -> Minimum:
     def linearize(theta: Array, rows: Rows) -> Linearization:
-        return _linearize(theta, log_n, log_d, log_loss, counts[rows])
+        log_e, log_a, alpha, log_b, beta = theta.T[..., None]
+        floor = np.broadcast_to(log_e, (len(theta), len(log_n)))
+        terms = np.stack([floor, log_a - alpha * log_n, log_b - beta * log_d], axis=1)
+        log_surface = np.logaddexp.reduce(terms, axis=1)
+        of_e, of_n, of_d = np.exp(terms - log_surface[:, None, :]).swapaxes(0, 1)
+        residual = log_loss - log_surface
+        # Reweighted least squares: beyond the knee the loss grows with the residual's size alone.
+        weights = np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY))
+        return Linearization(
+            residual=residual,
+            slopes=np.stack([of_e, of_n, -of_n * log_n, of_d, -of_d * log_d], axis=1),
+            weights=counts[rows] * weights,
+            objective=(counts[rows] * _huber(residual)).sum(axis=1),
+        )
 
     return minimize(
         start,
@@ -107,28 +121,6 @@ def _descend_chunk(
         step_tolerance=_CONVERGED_STEP,
         gain_tolerance=_CONVERGED_GAIN,
         largest_step=_LARGEST_STEP,
-    )
-
-
-def _linearize(
-    theta: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
-) -> Linearization:
-    log_e, log_a, alpha, log_b, beta = theta.T[..., None]
-    terms = np.stack(
-        [np.broadcast_to(log_e, counts.shape), log_a - alpha * log_n, log_b - beta * log_d], axis=1
-    )
-    log_surface = np.logaddexp.reduce(terms, axis=1)
-    share = np.exp(terms - log_surface[:, None, :])
-    residual = log_loss - log_surface
-    return Linearization(
-        residual=residual,
-        slopes=np.stack(
-            [share[:, 0], share[:, 1], -share[:, 1] * log_n, share[:, 2], -share[:, 2] * log_d],
-            axis=1,
-        ),
-        # Reweighted least squares: beyond the knee the loss grows with the residual's size alone.
-        weights=counts * np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY)),
-        objective=(counts * _huber(residual)).sum(axis=1),
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.fits.bootstrap import require_replicates
+from paceline.scaling.fits.bootstrap import MethodName, require_replicates
 from paceline.scaling.fits.power_law import (
     LogLine,
     SaturatingLaw,
@@ -20,7 +20,6 @@ from paceline.scaling.fits.power_law import (
     fit_log_line,
     fit_saturating_law,
 )
-from paceline.scaling.fits.prediction import MethodName
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
@@ -83,8 +82,28 @@ def find_profiles(sweep: Sweep) -> list[Profile]:
     for group, compute in enumerate(sweep.budgets):
         members = np.flatnonzero(index == group)
         members = members[np.argsort(sweep.parameters[members], kind="stable")]
-        if len(np.unique(sweep.parameters[members])) >= _FEWEST_SIZES:
-            profiles.append(_profile(sweep, float(compute), members))
+        sizes, losses = sweep.parameters[members], sweep.loss[members]
+        if len(np.unique(sizes)) < _FEWEST_SIZES:
+            continue
+        lowest = int(losses.argmin())
+        edge = {sizes[0]: "smallest", sizes[-1]: "largest"}.get(sizes[lowest])
+        coefficients = vertex = None
+        if edge is None:
+            offset = np.log(sizes / sizes[lowest])
+            coefficients = _coefficients(offset, losses, np.ones((1, len(members))))[0]
+            vertex = _vertex(coefficients, float(sizes[lowest]))
+        best, best_loss = vertex or (None, None)
+        profiles.append(
+            Profile(
+                compute=float(compute),
+                members=members,
+                lowest=int(members[lowest]),
+                edge=edge,
+                coefficients=None if vertex is None else coefficients,
+                vertex=best,
+                vertex_loss=best_loss,
+            )
+        )
     return profiles
 
 
@@ -166,28 +185,6 @@ def parabola_vertex(parameters: Array, loss: Array, centre: float) -> tuple[floa
     """Returns N and loss at the vertex of the weighted parabola, if it opens upwards."""
     coefficients = _coefficients(np.log(parameters / centre), loss, np.ones((1, len(loss))))
     return _vertex(coefficients[0], centre)
-
-
-def _profile(
-    sweep: Sweep, compute: float, members: "np.ndarray[tuple[int], np.dtype[np.intp]]"
-) -> Profile:
-    sizes, losses = sweep.parameters[members], sweep.loss[members]
-    lowest = int(losses.argmin())
-    edge = {sizes[0]: "smallest", sizes[-1]: "largest"}.get(sizes[lowest])
-    coefficients = vertex = None
-    if edge is None:
-        offset = np.log(sizes / sizes[lowest])
-        coefficients = _coefficients(offset, losses, np.ones((1, len(members))))[0]
-        vertex = _vertex(coefficients, float(sizes[lowest]))
-    return Profile(
-        compute=compute,
-        members=members,
-        lowest=int(members[lowest]),
-        edge=edge,
-        coefficients=coefficients if vertex is not None else None,
-        vertex=vertex[0] if vertex is not None else None,
-        vertex_loss=vertex[1] if vertex is not None else None,
-    )
 
 
 def _vertex(coefficients: Array, centre: float) -> tuple[float, float] | None:

@@ -10,8 +10,7 @@ import dataclasses
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.fits.bootstrap import require_replicates, widen
-from paceline.scaling.fits.prediction import MethodName
+from paceline.scaling.fits.bootstrap import MethodName, require_replicates, widen
 from paceline.scaling.fits.variable_projection import FittedSurfaces, fit_projection
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array, LossSurface, optimal_parameters, tokens_for
@@ -103,6 +102,6 @@ def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
 def optima_of(fit: FittedSurfaces, compute: Array) -> tuple[Array, Array]:
     """Returns the best N and its loss of every replicate that determines a surface."""
     floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
-    parameters = optimal_parameters(scale_n, alpha, scale_d, beta, compute)
+    parameters = optimal_parameters(compute, scale_n, alpha, scale_d, beta)
     tokens = tokens_for(compute, parameters)
     return parameters, floor + scale_n * parameters**-alpha + scale_d * tokens**-beta

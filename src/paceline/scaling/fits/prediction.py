@@ -5,14 +5,16 @@ the two can never contradict each other. Bands are percentiles of the draws.
 """
 
 import dataclasses
-from typing import Literal, Protocol
 
 import numpy as np
 
 from paceline.core.plan import Estimate
+from paceline.scaling.fits.bootstrap import MethodName
+from paceline.scaling.fits.isoflop import PowerLawFit
+from paceline.scaling.fits.parametric import SurfaceFit
 from paceline.scaling.surface import Array, tokens_for
 
-MethodName = Literal["lowest_run", "parabola", "envelope", "huber", "parametric"]
+MethodFit = PowerLawFit | SurfaceFit
 
 DEFAULT_LEVEL = 0.9
 
@@ -50,24 +52,6 @@ class Prediction:
     """The best D at each budget."""
     loss: Band
     """Loss of the best model at each budget."""
-
-
-class MethodFit(Protocol):
-    """What all methods can do."""
-
-    @property
-    def method(self) -> MethodName:
-        """The method's name."""
-
-    @property
-    def exponent(self) -> float:
-        """The power of C with which the best N grows."""
-
-    def optimum(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the best N and the loss there, one per budget."""
-
-    def draws(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the same for every replicate, a row each."""
 
 
 def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Prediction:

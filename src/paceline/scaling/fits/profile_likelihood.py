@@ -68,32 +68,30 @@ def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Arra
     )
 
     def linearize(exponents: Array, rows: Rows) -> Linearization:
-        return _linearize(exponents, log_n[rows], log_d[rows], sweep.loss)
+        """Returns the problem in the exponents alone, E and K projected out."""
+        alpha, beta = exponents[:, :1], exponents[:, 1:]
+        u, v = log_n[rows], log_d[rows]
+        x, y = np.exp(-alpha * u) / alpha, np.exp(-beta * v) / beta
+        # Errors are relative: everything is divided by the observed loss, which leaves ones to fit.
+        design = np.stack([np.ones_like(x), x + y], axis=1) / sweep.loss
+        gram = design @ design.transpose(0, 2, 1)
+        linear = np.linalg.solve(gram, design.sum(axis=2, keepdims=True))
+        residual = 1 - (linear.transpose(0, 2, 1) @ design)[:, 0]
+        slopes = np.stack([-x * (u + 1 / alpha), -y * (v + 1 / beta)], axis=1) / sweep.loss
+        slopes *= linear[:, 1:]
+        explained = np.linalg.solve(gram, design @ slopes.transpose(0, 2, 1))
+        return Linearization(
+            residual=residual,
+            slopes=slopes - explained.transpose(0, 2, 1) @ design,
+            weights=np.ones_like(residual),
+            objective=(residual**2).sum(axis=1),
+        )
 
-    return minimize(
+    found = minimize(
         exponents,
         linearize,
         bounds=EXPONENT_RANGE,
         max_steps=_MAX_STEPS,
         step_tolerance=CONVERGED_STEP,
-    ).objective
-
-
-def _linearize(exponents: Array, log_n: Array, log_d: Array, loss: Array) -> Linearization:
-    """Returns the problem in the exponents alone, E and K projected out."""
-    alpha, beta = exponents[:, :1], exponents[:, 1:]
-    x, y = np.exp(-alpha * log_n) / alpha, np.exp(-beta * log_d) / beta
-    # Errors are relative: everything is divided by the observed loss, which leaves ones to fit.
-    design = np.stack([np.ones_like(x), x + y], axis=1) / loss
-    gram = design @ design.transpose(0, 2, 1)
-    linear = np.linalg.solve(gram, design.sum(axis=2, keepdims=True))
-    residual = 1 - (linear.transpose(0, 2, 1) @ design)[:, 0]
-    slopes = np.stack([-x * (log_n + 1 / alpha), -y * (log_d + 1 / beta)], axis=1) / loss
-    slopes *= linear[:, 1:]
-    explained = np.linalg.solve(gram, design @ slopes.transpose(0, 2, 1))
-    return Linearization(
-        residual=residual,
-        slopes=slopes - explained.transpose(0, 2, 1) @ design,
-        weights=np.ones_like(residual),
-        objective=(residual**2).sum(axis=1),
     )
+    return found.objective

@@ -6,9 +6,9 @@ anew after each step. Powers are taken of N and D relative to their geometric me
 turns a problem with a condition number of 10^11 into one of about 10.
 
 Errors are relative: residuals are divided by the observed loss, which for the few per cent that
-losses vary is the same as fitting the logarithm. A replicate is a row of weights (how often it
-drew each run) or of losses; all replicates move together, and memory is bounded by taking them in
-chunks. Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
+losses vary is the same as fitting the logarithm. A replicate is a row of weights, how often it
+drew each run; all replicates move together, and memory is bounded by taking them in chunks.
+Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
 """
 
 from typing import NamedTuple
@@ -44,41 +44,32 @@ class FittedSurfaces(NamedTuple):
 def fit_projection(
     parameters: Array, tokens: Array, loss: Array, weights: Array | None = None
 ) -> FittedSurfaces:
-    """Fits every row of `loss` and `weights`; either may be a single row that all share."""
-    losses = np.atleast_2d(loss)
-    rows = 1 if weights is None else len(weights)
-    rows = max(rows, len(losses))
-    size = max(1, _CHUNK_ELEMENTS // (losses.shape[1] * 8))
-    parts = []
-    for begin in range(0, rows, size):
-        chunk = slice(begin, min(begin + size, rows))
-        chunk_losses = losses if len(losses) == 1 else losses[chunk]
-        if weights is None:
-            chunk_weights = np.ones((chunk.stop - chunk.start, losses.shape[1]))
-        else:
-            chunk_weights = weights if len(weights) == 1 else weights[chunk]
-        parts.append(
-            _fit_chunk(parameters, tokens, *np.broadcast_arrays(chunk_losses, chunk_weights))
-        )
+    """Fits the runs with every row of `weights`; without any, every run counts once."""
+    rows = np.ones((1, len(loss))) if weights is None else weights
+    size = max(1, _CHUNK_ELEMENTS // (len(loss) * 8))
+    parts = [
+        _fit_chunk(parameters, tokens, loss, rows[begin : begin + size])
+        for begin in range(0, len(rows), size)
+    ]
     return FittedSurfaces(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _fit_chunk(parameters: Array, tokens: Array, losses: Array, weights: Array) -> FittedSurfaces:
+def _fit_chunk(parameters: Array, tokens: Array, loss: Array, weights: Array) -> FittedSurfaces:
     centre_n, centre_d = (float(np.log(column).mean()) for column in (parameters, tokens))
     log_n, log_d = np.log(parameters) - centre_n, np.log(tokens) - centre_d
     # Relative residuals: (L - E - P x - Q y)/L, weighted by how often a run was drawn.
-    per_square = weights / losses**2
-    per_loss = weights / losses
+    per_square = weights / loss**2
+    per_loss = weights / loss
     start = _best_of_grid(log_n, log_d, per_square, per_loss, weights.sum(axis=1))
 
     def linearize(exponents: Array, rows: Rows) -> Linearization:
-        return _linearize(exponents, log_n, log_d, per_square[rows], losses[rows])
+        return _linearize(exponents, log_n, log_d, per_square[rows], loss)
 
     found = minimize(
         start, linearize, bounds=EXPONENT_RANGE, max_steps=_MAX_STEPS, step_tolerance=CONVERGED_STEP
     )
     exponents = found.coefficients
-    linear = _solve(exponents, log_n, log_d, per_square, losses).linear
+    linear = _solve(exponents, log_n, log_d, per_square, loss).linear
     coefficients = np.empty((len(linear), 5))
     coefficients[:, 0] = linear[:, 0]
     coefficients[:, 1::2] = linear[:, 1:] * np.exp(exponents * [centre_n, centre_d])
@@ -129,23 +120,23 @@ class _LinearPart(NamedTuple):
 
 
 def _solve(
-    exponents: Array, log_n: Array, log_d: Array, per_square: Array, losses: Array
+    exponents: Array, log_n: Array, log_d: Array, per_square: Array, loss: Array
 ) -> _LinearPart:
     design = np.ones((len(exponents), 3, len(log_n)))
     design[:, 1] = np.exp(-exponents[:, :1] * log_n)
     design[:, 2] = np.exp(-exponents[:, 1:] * log_d)
     weighted = design * per_square[:, None, :]
     gram = weighted @ design.transpose(0, 2, 1)
-    linear = solve_non_negative(gram, (weighted @ losses[..., None])[..., 0])
+    linear = solve_non_negative(gram, weighted @ loss)
     return _LinearPart(linear, design, weighted, gram)
 
 
 def _linearize(
-    exponents: Array, log_n: Array, log_d: Array, per_square: Array, losses: Array
+    exponents: Array, log_n: Array, log_d: Array, per_square: Array, loss: Array
 ) -> Linearization:
     """Returns the problem in the exponents alone, the linear part projected out."""
-    linear, design, weighted, gram = _solve(exponents, log_n, log_d, per_square, losses)
-    residual = losses - (linear[:, None, :] @ design)[:, 0]
+    linear, design, weighted, gram = _solve(exponents, log_n, log_d, per_square, loss)
+    residual = loss - (linear[:, None, :] @ design)[:, 0]
     slopes = -linear[:, 1:, None] * design[:, 1:]
     slopes[:, 0] *= log_n
     slopes[:, 1] *= log_d

@@ -74,13 +74,11 @@ class Sweep:
     @classmethod
     def from_arrays(cls, *, parameters: Numbers, compute: Numbers, loss: Numbers) -> "Sweep":
         """Makes a sweep of `parameters`, `compute` and `loss` of runs whose tokens are C / 6N."""
-        columns = [np.asarray(column, dtype=np.float64) for column in (parameters, compute, loss)]
-        return cls(
-            parameters=columns[0],
-            compute=columns[1],
-            loss=columns[2],
-            tokens=tokens_for(columns[1], columns[0]),
+        sizes, budgets, losses = (
+            np.asarray(column, dtype=np.float64) for column in (parameters, compute, loss)
         )
+        tokens = tokens_for(budgets, sizes)
+        return cls(parameters=sizes, tokens=tokens, compute=budgets, loss=losses)
 
     @property
     def budgets(self) -> Array:
@@ -115,13 +113,11 @@ def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
     seen: dict[tuple[float, float], list[tuple[int, float]]] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{source}: row {number}"
-        failure = _failure(row)
-        if failure is not None:
-            remarks.append(Remark(name=failure[0], row=number, message=failure[1]))
-            continue
-        parameters, tokens, compute = run_size(row, where)
-        curve = _curve(row, where)
-        trouble = _trouble(row, where, curve)
+        trouble = _failure(row)
+        if trouble is None:
+            parameters, tokens, compute = run_size(row, where)
+            curve = _curve(row, where)
+            trouble = _trouble(row, where, curve)
         if trouble is not None:
             remarks.append(Remark(name=trouble[0], row=number, message=trouble[1]))
             continue

@@ -18,6 +18,7 @@ from paceline.scaling import (
 )
 from paceline.scaling.experiments.candidates import read_candidates
 from paceline.scaling.experiments.design import (
+    REFERENCE,
     Belief,
     after_buying,
     choose,
@@ -109,7 +110,8 @@ def test_the_variance_falls_as_foretold() -> None:
     belief = prior_belief(0.003)
     sizes, budgets = np.array([3e7, 1e8, 3e6]), np.array([1e17, 3e17, 1e16])
     tokens = tokens_for(budgets, sizes)
-    foretold = variance_reductions(belief, sizes, tokens, 1e19)
+    slopes = belief.surface.log_slopes(sizes, tokens, REFERENCE)
+    foretold = variance_reductions(belief, slopes, 1e19)
     for index in range(3):
         after = after_buying(belief, float(sizes[index]), float(tokens[index]))
         fallen = belief.log_size_deviation(1e19) ** 2 - after.log_size_deviation(1e19) ** 2
