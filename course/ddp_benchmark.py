@@ -6,7 +6,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from paceline.accounting.memory.lower_bounds import minimum_step_bytes
+from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.harness.memory import usable_memory_bytes
 from paceline.benchmarks.strategies.config import DataParallelSweep

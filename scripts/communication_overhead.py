@@ -32,7 +32,7 @@ def both_ways(_rank: int, _world_size: int, size_bytes: int, rounds: int) -> lis
     """Returns the seconds of each call, Paceline's and the bare loop's."""
     device = torch.device("cpu")
     collective = Collective("all_reduce", size_bytes, device)
-    collective.reset()
+    collective.check()
     buffer = torch.zeros(size_bytes // 4)
 
     def bare() -> float:

@@ -9,9 +9,8 @@ from paceline.accounting.attention.cost import (
 )
 from paceline.accounting.flops import FlopsPerToken, flops_per_token
 from paceline.accounting.memory.activations import peak_activation_bytes, saved_for_backward_bytes
-from paceline.accounting.memory.lower_bounds import minimum_step_bytes
 from paceline.accounting.memory.model_states import ModelStates, model_state_bytes, parameter_sizes
-from paceline.accounting.memory.step import MemoryParts, step_memory
+from paceline.accounting.memory.step import MemoryParts, minimum_step_bytes, step_memory
 from paceline.accounting.parameters import ParameterCount, count_parameters
 
 __all__ = [

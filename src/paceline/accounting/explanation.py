@@ -6,7 +6,7 @@ bandwidth differ from the right ones by an assumption that nobody wrote down.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ _SUM, _PRODUCT, _ATOM = 1, 2, 4
 """How tightly parts of a formula bind; in between lies what stands right of - or /."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkedLine:
+class WorkedLine(NamedTuple):
     """One line of working."""
 
     formula: str

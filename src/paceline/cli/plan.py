@@ -59,7 +59,7 @@ class OverheadCommand:
 
     def run(self) -> int:
         """Works the equation out."""
-        from paceline.accounting.communication.overlap_explained import explain_overhead
+        from paceline.accounting.communication.overlap import explain_overhead
 
         explanation = explain_overhead(
             total_bytes=parse_bytes(self.size),

@@ -105,16 +105,12 @@ def nearest_times(
         )
     weights = [1 / distance**2 for distance, _ in ranked]
 
-    def seconds(times: list[float]) -> float:
-        works = [work(entry.dimensions) for _, entry in ranked]
-        rates = [time / done for time, done in zip(times, works, strict=True)]
+    def seconds(time_of: Callable[[Timed], float]) -> float:
+        rates = [time_of(entry) / work(entry.dimensions) for _, entry in ranked]
         logarithms = [weight * math.log(rate) for weight, rate in zip(weights, rates, strict=True)]
         return work(dimensions) * math.exp(sum(logarithms) / sum(weights))
 
-    return (
-        seconds([entry.forward_s for _, entry in ranked]),
-        seconds([entry.backward_s for _, entry in ranked]),
-    )
+    return seconds(lambda entry: entry.forward_s), seconds(lambda entry: entry.backward_s)
 
 
 def _distance(first: tuple[int, ...], second: tuple[int, ...]) -> float:

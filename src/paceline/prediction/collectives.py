@@ -51,28 +51,18 @@ def gradient_collectives(
         cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
     num_bytes = [_FLOAT32_BYTES * size for size in filled]
     groups = divide_into_buckets(indices, num_bytes[::-1], cap_bytes)
-    if strategy == "sharded":
-        return _reduce_scatters(groups, parameter_sizes, world_size)
-    # Behind the gradients, one number per parameter tells whether this rank has one.
-    return [
-        GradientCollective(
-            "all_reduce",
-            sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group),
-            group,
-        )
-        for group in groups
-    ]
-
-
-def _reduce_scatters(
-    groups: Sequence[Sequence[int]], parameter_sizes: Sequence[int], world_size: int
-) -> list[GradientCollective]:
-    """Returns buckets padded to equal shards, and flags of which gradients any rank has."""
     messages = []
     for group in groups:
-        unit = [parameter_sizes[index] for index in group]
-        share = cut_unit(unit, world_size, _FLOAT32_BYTES).share
-        messages.append(
-            GradientCollective("reduce_to_owners", _FLOAT32_BYTES * world_size * share, group)
-        )
-    return [*messages, GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ())]
+        if strategy == "sharded":
+            # Buckets are padded to equal shards.
+            unit = [parameter_sizes[index] for index in group]
+            padded = world_size * cut_unit(unit, world_size, _FLOAT32_BYTES).share
+            messages.append(GradientCollective("reduce_to_owners", _FLOAT32_BYTES * padded, group))
+        else:
+            # Behind the gradients, one number per parameter tells whether this rank has one.
+            size = sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group)
+            messages.append(GradientCollective("all_reduce", size, group))
+    if strategy == "sharded":
+        # Flags of which gradients any rank has.
+        messages.append(GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ()))
+    return messages

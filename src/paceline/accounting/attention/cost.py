@@ -99,7 +99,8 @@ def attention_saved_bytes(
         return 4 * vector + batch.tokens_per_pass * sum_bytes
     bytes_per_score = sum_bytes + (element_bytes if element_bytes < sum_bytes else 0)
     flags = batch.context_length**2 if causal else 0
-    return 3 * vector + _num_scores(batch) * bytes_per_score + flags
+    num_scores = batch.tokens_per_pass * batch.context_length
+    return 3 * vector + num_scores * bytes_per_score + flags
 
 
 def tiled_attention_peak_bytes(
@@ -126,10 +127,9 @@ def tiled_attention_peak_bytes(
         of_queries = max(
             5 * queries + 2 * per_query + _SCALE_BYTES, 3 * queries + 2 * per_query + mask
         )
+    ends = _ends_bytes(batch, head_dim, element_bytes)
     # The gradient of the logarithms, which there is none of, is one zero.
-    return (
-        _ends_bytes(batch, head_dim, element_bytes) + 2 * scores + of_queries + copies + sum_bytes
-    )
+    return ends + 2 * scores + of_queries + copies + sum_bytes
 
 
 def minimum_attention_bytes(
@@ -153,7 +153,7 @@ def minimum_attention_bytes(
     """
     if implementation != "naive":
         return _ends_bytes(batch, head_dim, element_bytes)
-    scores = _num_scores(batch) * element_bytes
+    scores = batch.tokens_per_pass * batch.context_length * element_bytes
     vectors = batch.tokens_per_pass * head_dim * element_bytes
     return (2 if compiled else 3) * scores + (4 if compiled else 6) * vectors
 
@@ -162,10 +162,6 @@ def _ends_bytes(batch: BatchShape, head_dim: int, element_bytes: int) -> int:
     """Returns what goes into both passes and comes out of them."""
     vectors = 8 * batch.tokens_per_pass * head_dim * element_bytes
     return vectors + batch.tokens_per_pass * _sum_bytes(element_bytes)
-
-
-def _num_scores(batch: BatchShape) -> int:
-    return batch.num_sequences * batch.context_length**2
 
 
 def _sum_bytes(element_bytes: int) -> int:

@@ -19,11 +19,12 @@ from paceline.accounting.attention.cost import visible_pairs
 AttentionKernel = Literal["forward", "delta", "key_value_gradient", "query_gradient"]
 
 _FLOAT32_BYTES = 4
-_PRODUCTS: dict[AttentionKernel, int] = {
-    "forward": 2,
-    "delta": 0,
-    "key_value_gradient": 4,
-    "query_gradient": 3,
+# Its matmuls, and what crosses the memory's edge at best: tensors, and numbers per query.
+_KERNELS: dict[AttentionKernel, tuple[int, int, int]] = {
+    "forward": (2, 4, 1),
+    "delta": (0, 2, 1),
+    "key_value_gradient": (4, 6, 2),
+    "query_gradient": (3, 5, 2),
 }
 
 
@@ -57,23 +58,19 @@ def kernel_work(
     block_keys: int,
 ) -> KernelWork:
     """Returns the work of one kernel over one head of as many queries as keys."""
+    num_matmuls, num_tensors, num_numbers = _KERNELS[kernel]
     row = head_dim * element_bytes
-    whole = length * row
-    number = length * _FLOAT32_BYTES
     # Rows of the other side that all programs together read, tile by tile.
     keys_read = queries_read = 0
     for begin in range(0, length, block_queries):
         keys_read += min(begin + block_queries, length) if causal else length
     for begin in range(0, length, block_keys):
         queries_read += length - begin if causal else length
-    if kernel == "forward":
-        best, again = 4 * whole + number, (keys_read - length) * 2 * row
-    elif kernel == "delta":
-        best, again = 2 * whole + number, 0
-    elif kernel == "key_value_gradient":
-        best = 6 * whole + 2 * number
+    again = 0
+    if kernel == "key_value_gradient":
         again = (queries_read - length) * (2 * row + 2 * _FLOAT32_BYTES)
-    else:
-        best, again = 5 * whole + 2 * number, (keys_read - length) * 2 * row
-    flops = _PRODUCTS[kernel] * 2 * head_dim * visible_pairs(length, causal=causal)
+    elif kernel != "delta":
+        again = (keys_read - length) * 2 * row
+    best = length * (num_tensors * row + num_numbers * _FLOAT32_BYTES)
+    flops = num_matmuls * 2 * head_dim * visible_pairs(length, causal=causal)
     return KernelWork(flops=flops, best_bytes=best, worst_bytes=best + again)

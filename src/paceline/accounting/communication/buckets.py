@@ -13,6 +13,7 @@ at one.
 """
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -72,12 +73,8 @@ def divide_as_torch(
 
 
 def _cut(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Tensor]]:
-    groups = []
-    start = 0
-    for length in lengths:
-        groups.append(tensors[start : start + length])
-        start += length
-    return groups
+    ends = itertools.accumulate(lengths)
+    return [tensors[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:

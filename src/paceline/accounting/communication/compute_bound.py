@@ -36,9 +36,9 @@ def smallest_batch_tokens(
     communications: Communications,
 ) -> Any:
     """Returns the B above which a given mesh is compute-bound; infinite where none is enough."""
-    fsdp, tensor = np.asarray(fsdp, dtype=np.float64), np.asarray(tensor, dtype=np.float64)
-    compute = np.asarray(d_ff, dtype=np.float64) / (fsdp * tensor * gamma)
-    weights = np.asarray(d_ff, dtype=np.float64) / (tensor * fsdp_axes)
+    fsdp, tensor, width = (np.asarray(each, dtype=np.float64) for each in (fsdp, tensor, d_ff))
+    compute = width / (fsdp * tensor * gamma)
+    weights = width / (tensor * fsdp_axes)
     activations = 1 / (fsdp * tensor_axes)
     spare = compute - activations
     needed = weights / (spare if communications == "add" else compute)
@@ -59,11 +59,8 @@ def smallest_batch_tokens_of_any_mesh(
     At the best split both communications equal sqrt(F B / (N M_X M_Y)), so that
     B = N gamma² / (F M_X M_Y) where they overlap, and four times that where they add.
     """
-    together = (
-        np.asarray(num_devices, dtype=np.float64)
-        * np.square(np.asarray(gamma, dtype=np.float64))
-        / (np.asarray(d_ff, dtype=np.float64) * fsdp_axes * tensor_axes)
-    )
+    needed = np.asarray(num_devices, dtype=np.float64) * np.square(gamma, dtype=np.float64)
+    together = needed / (np.asarray(d_ff, dtype=np.float64) * fsdp_axes * tensor_axes)
     return together * (4 if communications == "add" else 1)
 
 
@@ -76,7 +73,5 @@ def best_fsdp(
     tensor_axes: Numbers,
 ) -> Any:
     """Returns the X of the best split, sqrt(B N M_X / (F M_Y)), not rounded."""
-    ratio = (
-        np.asarray(batch_tokens, dtype=np.float64) * fsdp_axes / (d_ff * np.asarray(tensor_axes))
-    )
+    ratio = np.multiply(batch_tokens, fsdp_axes) / np.multiply(d_ff, tensor_axes)
     return np.sqrt(ratio * num_devices)

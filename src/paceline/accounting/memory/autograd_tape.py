@@ -74,9 +74,8 @@ class Operation(NamedTuple):
 class Tape:
     """Records operations, plays them back, and knows the most bytes that there were.
 
-    Args:
-        keeps_gradients: Whether parameters' gradients stay where they are made; otherwise each
-            goes as soon as it is complete, into a bucket that is not counted here.
+    With `keeps_gradients` parameters' gradients stay where they are made; otherwise each goes as
+    soon as it is complete, into a bucket that is not counted here.
     """
 
     def __init__(self, *, keeps_gradients: bool = False) -> None:
@@ -133,15 +132,9 @@ class Tape:
     ) -> Value:
         """Does an operation and returns its result, which the caller holds.
 
-        Args:
-            inputs: What gets a gradient; other operands need not be named.
-            num_bytes: Of the result; None where it is the first input, seen differently.
-            keeps: Operands that the derivative needs.
-            keeps_output: Whether it needs the result.
-            gradient_bytes: As in `Operation`.
-            working_bytes: As in `Operation`.
-            gives_views: As in `Operation`.
-            kind: Of the result.
+        Other operands than the `inputs`, which get a gradient, need not be named. The result has
+        `num_bytes`; with None it is the first input, seen differently. The derivative needs the
+        operands that are in `keeps`, and with `keeps_output` the result. The rest: see `Operation`.
         """
         if num_bytes is None:
             output = Value(self.hold(inputs[0].buffer))
@@ -174,11 +167,8 @@ class Tape:
     ) -> Value:
         """Runs operations of which only the input is kept; backward runs them again.
 
-        Args:
-            run: The operations; its flag says that they run again, and may stop as soon as
-                everything that was to be kept exists.
-            value: Their input.
-            state_bytes: What is kept beside it, of which autograd does not know.
+        The flag of `run` says that they run again, and may stop as soon as everything that was to
+        be kept exists. `state_bytes` are kept beside the input `value`, unknown to autograd.
         """
         self._recording = False
         output = run(value, False)

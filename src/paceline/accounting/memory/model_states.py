@@ -104,13 +104,11 @@ def rank_state_bytes(
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
     """Returns what every rank keeps of the model, as arrays by rank."""
-    sizes = parameter_sizes(shape)
     elements = _elements_held(shape, precision, strategy, world_size, bucket_size_mb)
     moments = elements.num_moments * 2 * bytes_per_element(precision.optimizer_state)
-    flags = len(sizes) if strategy in _OWN_BUCKETS and world_size > 1 else 0
     return ModelStates(
         parameters=elements.num_parameters * bytes_per_element(precision.parameters),
-        gradients=(elements.num_gradients + flags) * bytes_per_element(precision.gradients),
+        gradients=elements.num_gradients * bytes_per_element(precision.gradients),
         optimizer_state=moments + _COUNTER_BYTES * elements.num_counters,
     )
 
@@ -137,7 +135,8 @@ def _elements_held(
     gradients, counters = whole, len(sizes) * everywhere
     if strategy in _OWN_BUCKETS and world_size > 1:
         element_bytes = bytes_per_element(precision.gradients)
-        gradients = sum(aligned(size, element_bytes) for size in sizes) * everywhere
+        filled = sum(aligned(size, element_bytes) for size in sizes)
+        gradients = (filled + len(sizes)) * everywhere
     if strategy == "torch_fsdp2":
         return _rows(shape, world_size)
     if strategy in ("torch_zero", "torch_zero_view"):

@@ -7,13 +7,11 @@ or pieces of them, lie in its shard; the padding belongs to no rank, but takes m
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.accounting.communication.buckets import aligned, equal_share
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,17 +20,14 @@ class UnitShares:
 
     share: int
     """Elements of one shard, padding included."""
-    num_owned: "npt.NDArray[np.int64]"
+    num_owned: npt.NDArray[np.int64]
     """Elements of tensors in each rank's shard."""
-    num_pieces: "npt.NDArray[np.int64]"
+    num_pieces: npt.NDArray[np.int64]
     """Tensors that each rank owns something of."""
 
 
 def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitShares:
     """Cuts tensors of these sizes, which lie in this order."""
-    # Inside, because the command line's flags are parsed without NumPy.
-    import numpy as np
-
     ends_aligned = np.cumsum([aligned(size, element_bytes) for size in sizes])
     starts = np.concatenate(([0], ends_aligned[:-1]))
     ends = starts + np.asarray(sizes)

@@ -25,11 +25,12 @@ from paceline.accounting.memory.activations import (
 )
 from paceline.accounting.memory.model_states import model_state_bytes, state_units
 from paceline.accounting.memory.shards import cut_unit
-from paceline.accounting.parameters import block_parameters
+from paceline.accounting.parameters import block_parameters, count_parameters
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,
     ModelShape,
+    Phase,
     Precision,
     bytes_per_element,
 )
@@ -42,6 +43,8 @@ from paceline.core.strategies import (
 
 _TABLE_BYTES = 4
 _TOKEN_BYTES = 8
+_ADAM_MOMENTS = 2
+_FLOAT32_BYTES = 4
 # How many layers are gathered before they are needed.
 _LAYERS_AHEAD: dict[StrategyName, int] = {"fully_sharded": 2, "torch_fsdp2": 1}
 
@@ -159,3 +162,28 @@ def _gathered_bytes(
         num_blocks = shape.num_layers
     element_bytes = bytes_per_element(precision.parameters)
     return element_bytes * outside, element_bytes * (outside + num_blocks * block)
+
+
+def minimum_step_bytes(
+    shape: ModelShape, batch: BatchShape, precision: Precision, phase: Phase
+) -> int:
+    """Returns what weights and Adam's moments occupy, and the larger of logits and gradients.
+
+    A lower bound, to skip what cannot run: it leaves out whatever an implementation might avoid.
+    From the second step on, weights and moments are always there. Logits are gone when the last
+    gradients appear, and the gradients of the last step when the logits do.
+
+    Args:
+        shape: The model's dimensions.
+        batch: Sequences of a pass, and their length.
+        precision: dtypes of weights, gradients, state and arithmetic.
+        phase: forward, forward-backward or train: which parts of a step run.
+    """
+    num_parameters = count_parameters(shape).total
+    resident = bytes_per_element(precision.parameters)
+    if phase == "train":
+        resident += _ADAM_MOMENTS * bytes_per_element(precision.optimizer_state)
+        resident += _FLOAT32_BYTES if precision.master_weights else 0
+    gradients = 0 if phase == "forward" else bytes_per_element(precision.gradients)
+    logits = batch.tokens_per_pass * shape.vocab_size * bytes_per_element(precision.compute)
+    return num_parameters * resident + max(num_parameters * gradients, logits)

@@ -1,19 +1,22 @@
-"""What to measure of attention on its own: implementations by length, width and dtype.
-
-Torch-free, because the command line needs these types to parse its flags.
-"""
+"""Attention to measure on its own. Torch-free, because the command line parses with it."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from paceline.benchmarks.harness.config import DeviceName, PrecisionName, RunLimits, require_counts
+from paceline.benchmarks.harness.config import (
+    DeviceName,
+    PrecisionName,
+    RunLimits,
+    TimedCase,
+    require_counts,
+)
 from paceline.core.errors import UsageError
 from paceline.core.specs import AttentionKind, BatchShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCase:
+class AttentionCase(TimedCase):
     """One attention operation to measure, of a single head."""
 
     implementation: AttentionKind
@@ -22,10 +25,6 @@ class AttentionCase:
     dtype: PrecisionName
     causal: bool
     compiled: bool
-    device: DeviceName
-    warmup: int
-    steps: int
-    time_limit_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 from paceline.benchmarks.attention.config import AttentionCase
 from paceline.benchmarks.harness.devices import TORCH_DTYPES
 from paceline.benchmarks.harness.measure import Stopwatch
-from paceline.benchmarks.harness.memory import step_peaks
+from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
 from paceline.kernels import attention
 
 
@@ -62,19 +62,16 @@ class AttentionRun:
 
     def saved_bytes(self) -> int:
         """Returns the bytes that autograd keeps from forward to backward, inputs included."""
-        saved: dict[int, int] = {}
-        # The tensors are held until all are counted: a freed one's address would be used again.
+        # They are held until all are counted: a freed one's address would be used again.
         held: list[Tensor] = []
 
-        def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+        def hold(tensor: Tensor) -> Tensor:
             held.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             self.forward()
-        return sum(saved.values())
+        return storage_bytes(held)
 
     def peak_bytes(self) -> int:
         """Returns the peak of one forward and backward pass."""

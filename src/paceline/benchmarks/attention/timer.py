@@ -17,12 +17,10 @@ from paceline.benchmarks.attention.config import AttentionCase
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.harness.measure import Progress, sample
 
-Timer = Literal["stopwatch", "do_bench"]
-
 _NUM_MEASUREMENTS = 3
 
 
-def timer_for(device_type: str) -> Timer:
+def timer_for(device_type: str) -> Literal["stopwatch", "do_bench"]:
     """Returns what measures time on a type of device."""
     return "do_bench" if device_type == "cuda" else "stopwatch"
 
@@ -33,13 +31,7 @@ def time_passes(
     """Returns the seconds of forward, of backward and of both."""
     if timer_for(run.device.type) == "do_bench":
         return do_bench_samples(run, case, on_progress)
-    return sample(
-        run.run,
-        warmup=case.warmup,
-        steps=case.steps,
-        time_limit_s=case.time_limit_s,
-        on_progress=on_progress,
-    )
+    return sample(run.run, case, on_progress)
 
 
 def do_bench_samples(

@@ -5,11 +5,9 @@ slows the machine for a while slows all parts; then collectives by size, and the
 computing and communicating cost each other. With one rank there is only the first.
 """
 
-import dataclasses
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import torch
@@ -55,9 +53,7 @@ Samples = dict[str, dict[str, list[float]]]
 def calibration_records(sweep: CalibrationSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures all parts on a group of ranks; yields records on rank 0 only."""
     for ranks in sweep_ranks(sweep, grace_s=sweep.time_limit_s + _GRACE_S):
-        for record in _records_of(sweep, ranks, on_progress):
-            if ranks.is_first:
-                yield record
+        yield from ranks.on_first(_records_of(sweep, ranks, on_progress))
 
 
 def _records_of(
@@ -161,15 +157,15 @@ def measure_sizes(
 def _compute_records(
     shapes: ComputeShapes, samples: Samples, topology: dict[str, CaseValue]
 ) -> Iterator[Record]:
-    parts: list[tuple[str, dict[str, Any]]] = []
-    for linear in shapes.linears:
-        parts.append(("linear", dataclasses.asdict(linear)))
     implementation = resolve_implementation("auto", str(topology["device"]))
-    for attention in shapes.attentions:
-        shape = dataclasses.asdict(attention)
-        batch = shape.pop("num_sequences")
-        parts.append(("attention", {"batch": batch, **shape, "attention": implementation}))
-    parts += [(name, {}) for name in ("stream", "copy", "call", "optimizer")]
+    parts: list[tuple[str, dict[str, CaseValue]]] = [
+        *(("linear", shape._asdict()) for shape in shapes.linears),
+        *(
+            ("attention", {**shape._asdict(), "attention": implementation})
+            for shape in shapes.attentions
+        ),
+        *((name, {}) for name in ("stream", "copy", "call", "optimizer")),
+    ]
     precision = torch.get_float32_matmul_precision()
     for (quantity, fields), laps in zip(parts, samples.values(), strict=True):
         case = {"quantity": quantity, **topology, **fields}

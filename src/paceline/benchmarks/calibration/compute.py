@@ -78,9 +78,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Probe:
     """Causal attention, forward and backward."""
     query, key, value = inputs = [
         torch.randn(
-            *(shape.num_sequences, heads, shape.context, shape.head_dim),
-            device=device,
-            requires_grad=True,
+            *(shape.batch, heads, shape.context, shape.head_dim), device=device, requires_grad=True
         )
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     ]
@@ -104,32 +102,19 @@ def _stream(device: torch.device) -> Probe:
     """Elementwise operations whose results are kept, as activations are."""
     rows = torch.randn(4, _STREAM_ELEMENTS, device=device).unbind()
 
-    def run(repetitions: int) -> dict[str, float]:
-        watch = Stopwatch(device)
-        for _ in range(repetitions):
-            kept = []
-            for index in range(_STREAM_RESULTS):
-                kept.append(rows[index % 4] + rows[(index + 1) % 4])
-        # A sum of two tensors is three passes over the elements.
-        num_elements = 3 * repetitions * _STREAM_RESULTS * _STREAM_ELEMENTS
-        return {"element_time_s": watch.lap() / num_elements}
+    def run() -> list[Tensor]:
+        return [rows[index % 4] + rows[(index + 1) % 4] for index in range(_STREAM_RESULTS)]
 
-    return Probe("stream", run)
+    # A sum of two tensors is three passes over the elements.
+    return _per_element("stream", run, 3 * _STREAM_RESULTS * _STREAM_ELEMENTS, device)
 
 
 def _copy(device: torch.device) -> Probe:
     """A copy of one large stretch of memory to another."""
     source = torch.randn(_COPY_ELEMENTS, device=device)
     target = torch.empty_like(source)
-
-    def run(repetitions: int) -> dict[str, float]:
-        watch = Stopwatch(device)
-        for _ in range(repetitions):
-            target.copy_(source)
-        # A copy is two passes over the elements.
-        return {"element_time_s": watch.lap() / (2 * repetitions * _COPY_ELEMENTS)}
-
-    return Probe("copy", run)
+    # A copy is two passes over the elements.
+    return _per_element("copy", lambda: target.copy_(source), 2 * _COPY_ELEMENTS, device)
 
 
 def _call(device: torch.device) -> Probe:
@@ -158,15 +143,20 @@ def _optimizer(device: torch.device) -> Probe:
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     optimizer.step()
+    num_elements = _OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS
+    return _per_element("optimizer", optimizer.step, num_elements, device)
 
+
+def _per_element(
+    name: str, part: Callable[[], object], num_elements: int, device: torch.device
+) -> Probe:
     def run(repetitions: int) -> dict[str, float]:
         watch = Stopwatch(device)
         for _ in range(repetitions):
-            optimizer.step()
-        num_elements = repetitions * _OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS
-        return {"element_time_s": watch.lap() / num_elements}
+            part()
+        return {"element_time_s": watch.lap() / (repetitions * num_elements)}
 
-    return Probe("optimizer", run)
+    return Probe(name, run)
 
 
 def _both_passes(forward_s: float, backward_s: float, count: int) -> dict[str, float]:

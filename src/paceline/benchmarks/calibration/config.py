@@ -1,11 +1,9 @@
-"""What to calibrate: as the command line gives it, and what that comes down to.
-
-Torch-free, because the command line needs these types to parse its flags.
-"""
+"""What to calibrate. Torch-free, because the command line parses with it."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from paceline.benchmarks.harness.config import ModelName, RankSweep, ShapeOverrides
 from paceline.core.collectives import Operation
@@ -20,8 +18,7 @@ CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
 """What the strategies that can be predicted send."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearShape:
+class LinearShape(NamedTuple):
     """A linear layer on a batch."""
 
     tokens: int
@@ -29,19 +26,17 @@ class LinearShape:
     outputs: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """Causal attention of a batch."""
 
-    num_sequences: int
+    batch: int
     context: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeShapes:
+class ComputeShapes(NamedTuple):
     """Shapes to time, each once."""
 
     linears: tuple[LinearShape, ...]
@@ -85,14 +80,14 @@ class CalibrationSweep(RankSweep):
 
         batches = list(self.batches())
         linears = [
-            LinearShape(tokens=batch.tokens_per_pass, inputs=linear.inputs, outputs=linear.outputs)
+            LinearShape(batch.tokens_per_pass, linear.inputs, linear.outputs)
             for shape, batch in batches
             for segment in model_segments(shape)
             for linear in segment.linears
         ]
         attentions = [
             AttentionShape(
-                num_sequences=batch.num_sequences,
+                batch=batch.num_sequences,
                 context=batch.context_length,
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.key_value_heads,
@@ -100,6 +95,4 @@ class CalibrationSweep(RankSweep):
             )
             for shape, batch in batches
         ]
-        return ComputeShapes(
-            linears=tuple(dict.fromkeys(linears)), attentions=tuple(dict.fromkeys(attentions))
-        )
+        return ComputeShapes(tuple(dict.fromkeys(linears)), tuple(dict.fromkeys(attentions)))

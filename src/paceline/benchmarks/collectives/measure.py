@@ -90,7 +90,7 @@ class Collective:
         start_all_gather(self.output, borders, self._group).wait()
 
     def check(self) -> None:
-        """Runs the operation on known values and looks at every element."""
+        """Runs the operation on known values, looks at every element, and zeroes the input."""
         # Every rank sends every chunk a value of its own, so that a chunk that went astray shows.
         self.input.copy_(self._chunk_numbers(self.input) * (self.rank + 1))
         self.run()
@@ -99,26 +99,22 @@ class Collective:
             raise PacelineError(
                 f"rank {self.rank}: {self.operation} of {self.size_bytes} bytes gave a wrong result"
             )
-
-    def reset(self) -> None:
-        """Zeroes the input, so that repeated sums stay finite."""
-        self.input.zero_()
+        self.input.zero_()  # Repeated sums stay finite.
 
     def _expected(self) -> Tensor | float | None:
         total = float(self.world_size * (self.world_size + 1) // 2)
-        numbers = self._chunk_numbers(self.output)
-        if self.operation == "all_reduce":
-            return numbers * total
-        if self.operation == "reduce":
-            # What the other ranks find in their buffer is left open.
-            return numbers * total if self.rank == _ROOT else None
-        if self.operation == "broadcast":
-            return numbers * (_ROOT + 1)
+        own = self.rank + 1.0
         if self.operation in ("reduce_scatter", "reduce_to_owners"):
-            return total * (self.rank + 1)
-        if self.operation == "all_to_all":
-            return numbers * (self.rank + 1)
-        return numbers
+            return total * own
+        if self.operation == "reduce" and self.rank != _ROOT:
+            return None  # What the other ranks find in their buffer is left open.
+        factors: dict[Operation, float] = {
+            "all_reduce": total,
+            "reduce": total,
+            "broadcast": _ROOT + 1.0,
+            "all_to_all": own,
+        }
+        return self._chunk_numbers(self.output) * factors.get(self.operation, 1.0)
 
     def _chunk_numbers(self, tensor: Tensor) -> Tensor:
         """Returns, for each element, the number of its chunk, counted from one."""
@@ -140,18 +136,14 @@ class CollectiveTimes:
 def measure_collective(device: torch.device, case: CollectiveCase) -> CollectiveTimes:
     """Measures one case; an error anywhere in it names rank, operation and size."""
     try:
-        return _measure(Collective(case.operation, case.size_bytes, device), case, device)
+        collective = Collective(case.operation, case.size_bytes, device)
+        collective.check()
+        warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
+        repetitions = _agree_on_repetitions(warmup[-1], case, device)
+        samples = [time_call(collective, device) for _ in range(repetitions)]
+        slowest = reduce_numbers(samples, dist.ReduceOp.MAX, device)
     except RuntimeError as error:
         raise collective_error(case.operation, case.size_bytes, error) from error
-
-
-def _measure(collective: Collective, case: CollectiveCase, device: torch.device) -> CollectiveTimes:
-    collective.check()
-    collective.reset()
-    warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
-    repetitions = _agree_on_repetitions(warmup[-1], case, device)
-    samples = [time_call(collective, device) for _ in range(repetitions)]
-    slowest = reduce_numbers(samples, dist.ReduceOp.MAX, device)
     return CollectiveTimes(size_bytes=collective.size_bytes, samples=slowest)
 
 
@@ -171,7 +163,6 @@ def all_reduce_self_test(rank: int, _world_size: int) -> list[float]:
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     collective = Collective("all_reduce", MIB, device)
     collective.check()  # Sets the connection up, too.
-    collective.reset()
     return [time_call(collective, device) for _ in range(5)]
 
 

@@ -34,9 +34,7 @@ def collective_records(sweep: CollectiveSweep) -> Iterator[Record]:
         run_timeout_s=sweep.timeout_s + 2 * sweep.time_limit_s + _GRACE_S,
     )
     for ranks in groups:
-        for record in _measure_all(sweep, ranks):
-            if ranks.is_first:
-                yield record
+        yield from ranks.on_first(_measure_all(sweep, ranks))
 
 
 def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Record]:

@@ -1,7 +1,4 @@
-"""What to measure: sweeps as the command line gives them, and the cases they expand to.
-
-Torch-free, because the command line needs these types to parse its flags.
-"""
+"""What all sweeps and their cases share. Torch-free, because the command line parses with it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -36,6 +33,16 @@ ModelName = Annotated[str, listed(preset_names())]
 """A preset's name; a misspelt one gets a suggestion, which a choice of the parser would not."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
 """A strategy's name, with a suggestion as well: zero2 is sharded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedCase:
+    """A case that is timed in a process of its own."""
+
+    device: DeviceName
+    warmup: int
+    steps: int
+    time_limit_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -69,31 +70,17 @@ def peak_flops(location: HardwareLocation, precision: Precision) -> float | None
 
 def current_environment() -> Environment:
     """Describes this machine, accelerators included."""
+    names = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
     return capture_environment(
         devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        backends=communication_backends(),
+        backends=[name for name in names if dist.is_backend_available(name)],
     )
-
-
-def communication_backends() -> list[str]:
-    """Returns the collective libraries that this build of torch can use."""
-    if not dist.is_available():
-        return []
-    candidates = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-        "ucc": dist.is_ucc_available(),
-    }
-    return [name for name, available in candidates.items() if available]
 
 
 def peer_links() -> list[str]:
     """Returns the pairs of accelerators that reach each other's memory directly."""
-    count = torch.cuda.device_count()
     return [
         f"cuda:{first} <-> cuda:{second} peer access"
-        for first in range(count)
-        for second in range(first + 1, count)
+        for first, second in itertools.combinations(range(torch.cuda.device_count()), 2)
         if torch.cuda.can_device_access_peer(first, second)
     ]

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from paceline.benchmarks.harness.config import DeviceName, RunLimits
+from paceline.benchmarks.harness.config import RunLimits, TimedCase
 from paceline.benchmarks.harness.devices import HardwareLocation, describe_hardware, resolve_device
 from paceline.benchmarks.harness.isolation import run_isolated
 from paceline.benchmarks.harness.measure import Progress
@@ -16,20 +16,7 @@ from paceline.core.units import GIB, format_binary_bytes
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import Outcome
 
-
-class IsolatedCase(Protocol):
-    """What running a case in a process of its own needs to know of it."""
-
-    @property
-    def device(self) -> DeviceName:
-        """Where it runs."""
-
-    @property
-    def time_limit_s(self) -> float:
-        """How long it may measure."""
-
-
-Case = TypeVar("Case", bound=IsolatedCase)
+Case = TypeVar("Case", bound=TimedCase)
 
 # Starting a process, compiling, and the one step that is over the limit when it is noticed.
 _GRACE_S = 120.0
@@ -52,33 +39,27 @@ def isolated_records(
 ) -> Iterator[Record]:
     """Measures every case; a failure is a record, not the end."""
     for case in cases:
-        yield _isolated_record(subject, case, limits, on_progress)
-
-
-def _isolated_record(
-    subject: Subject[Case], case: Case, limits: RunLimits, on_progress: Progress
-) -> Record:
-    device = resolve_device(case.device)
-    usable = usable_memory_bytes(device)
-    if limits.memory_limit_gib is not None:
-        usable = int(limits.memory_limit_gib * GIB)
-    metrics: Mapping[str, Metric] = {}
-    outcome: Outcome = "skipped"
-    reason = subject.obstacle(case, device)
-    needed = subject.minimum_bytes(case)
-    if reason is None and usable is not None and needed > usable:
-        reason = (
-            f"needs at least {format_binary_bytes(needed)}, "
-            f"{format_binary_bytes(usable)} may be used"
-        )
-    if reason is None:
-        run = run_isolated(
-            subject.measure,
-            case,
-            memory_limit_bytes=usable if device.type == "cpu" else None,
-            timeout_s=case.time_limit_s * 2 + _GRACE_S,
-            on_progress=on_progress,
-        )
-        metrics, outcome, reason = run.result or {}, run.outcome, run.reason
-    fields = subject.case_fields(case, describe_hardware(device))
-    return measured(subject.kind, fields, metrics, outcome=outcome, reason=reason)
+        device = resolve_device(case.device)
+        usable = usable_memory_bytes(device)
+        if limits.memory_limit_gib is not None:
+            usable = int(limits.memory_limit_gib * GIB)
+        metrics: Mapping[str, Metric] = {}
+        outcome: Outcome = "skipped"
+        reason = subject.obstacle(case, device)
+        needed = subject.minimum_bytes(case)
+        if reason is None and usable is not None and needed > usable:
+            reason = (
+                f"needs at least {format_binary_bytes(needed)}, "
+                f"{format_binary_bytes(usable)} may be used"
+            )
+        if reason is None:
+            run = run_isolated(
+                subject.measure,
+                case,
+                memory_limit_bytes=usable if device.type == "cpu" else None,
+                timeout_s=case.time_limit_s * 2 + _GRACE_S,
+                on_progress=on_progress,
+            )
+            metrics, outcome, reason = run.result or {}, run.outcome, run.reason
+        fields = subject.case_fields(case, describe_hardware(device))
+        yield measured(subject.kind, fields, metrics, outcome=outcome, reason=reason)

@@ -123,9 +123,8 @@ def _child_main(
 
 def _failure(error: BaseException) -> tuple[str, None, str]:
     first_line = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError) or any(
-        message in str(error) for message in _OUT_OF_MEMORY_MESSAGES
-    ):
+    says_so = any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+    if says_so or isinstance(error, MemoryError):
         return "out_of_memory", None, first_line or type(error).__name__
     traceback.print_exception(error, file=sys.stderr)
     return "failed", None, f"{type(error).__name__}: {first_line}"

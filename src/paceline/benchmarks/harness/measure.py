@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from paceline.benchmarks.harness.config import TimedCase
 from paceline.parallel.ranks.device_clock import synchronize
 from paceline.records.schema import Metric
 
 _BOOTSTRAP_DRAWS = 4000
 
-Laps = Mapping[str, float]
 Progress = Callable[[int, int], None]
 
 
@@ -37,24 +37,24 @@ class Stopwatch:
 
 
 def sample(
-    run: Callable[[], Laps], *, warmup: int, steps: int, time_limit_s: float, on_progress: Progress
+    run: Callable[[], Mapping[str, float]], case: TimedCase, on_progress: Progress
 ) -> dict[str, list[float]]:
     """Runs `warmup` times unmeasured, then up to `steps` times, and gathers the laps.
 
     Once `time_limit_s` has passed, warm-up ends, and so does measuring after at least one sample.
     """
-    deadline = time.monotonic() + time_limit_s
-    total = warmup + steps
-    for completed in range(warmup):
+    deadline = time.monotonic() + case.time_limit_s
+    total = case.warmup + case.steps
+    for completed in range(case.warmup):
         if completed and time.monotonic() > deadline:
             break
         run()
         on_progress(completed + 1, total)
     samples: dict[str, list[float]] = {}
-    for completed in range(steps):
+    for completed in range(case.steps):
         for name, seconds in run().items():
             samples.setdefault(name, []).append(seconds)
-        on_progress(warmup + completed + 1, total)
+        on_progress(case.warmup + completed + 1, total)
         if time.monotonic() > deadline:
             break
     return samples

@@ -63,8 +63,8 @@ def reset_resident_peak() -> None:
 
 def resident_peak_bytes() -> int:
     """Returns the most memory this process had resident since the last reset."""
-    if (kibibytes := _kernel_field("/proc/self/status", "VmHWM:")) is not None:
-        return kibibytes * KIB
+    if (resident := _kernel_bytes("/proc/self/status", "VmHWM:")) is not None:
+        return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB
 
@@ -74,19 +74,18 @@ def usable_memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    available = _kernel_field("/proc/meminfo", "MemAvailable:")
-    available_bytes = None if available is None else available * KIB
-    candidates = (available_bytes, _cgroup_limit(), physical_memory_bytes())
+    available = _kernel_bytes("/proc/meminfo", "MemAvailable:")
+    candidates = (available, _cgroup_limit(), physical_memory_bytes())
     known = [value for value in candidates if value is not None]
     return int(min(known) * _USABLE_FRACTION) if known else None
 
 
-def _kernel_field(path: str, name: str) -> int | None:
+def _kernel_bytes(path: str, name: str) -> int | None:
     try:
         lines = pathlib.Path(path).read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith(name)), None)
 
 
 def _cgroup_limit() -> int | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from paceline.benchmarks.harness.config import RankSweep
 from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
-from paceline.records import CaseValue
+from paceline.records import CaseValue, Record
 from paceline.records.environment import threads_per_rank
 
 Result = TypeVar("Result")
@@ -32,6 +32,10 @@ class MeasuringRanks:
     """Runs ``function(device, *arguments)`` on every rank and returns the first rank's result.
 
     Under a launcher every rank has called this; elsewhere functions and arguments are pickled."""
+
+    def on_first(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Measures records on every rank, and yields them on the first."""
+        return (record for record in records if self.is_first)
 
     def attempt(self, measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """Returns what runs on the ranks come to, or None and why there is nothing."""

@@ -7,6 +7,7 @@ the matrix units. It does not tell how fast it is; beside it stands what arithme
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -132,9 +133,7 @@ def _ceiling(
             shared_bytes=int(compiled["shared_bytes"]),
             num_warps=blocks["num_warps"] or 1,
         ),
-        "flops": work.flops,
-        "best_bytes": work.best_bytes,
-        "worst_bytes": work.worst_bytes,
+        **dataclasses.asdict(work),
         "best_intensity": work.best_intensity,
         "worst_intensity": work.worst_intensity,
         "worst_ceiling": min(1.0, work.worst_intensity * bandwidth / peak),

@@ -1,7 +1,4 @@
-"""What to measure of optimizers: strategies one after the other, and the memory of each.
-
-Torch-free, because the command line needs these types to parse its flags.
-"""
+"""Optimizers to measure the memory of. Torch-free, because the command line parses with it."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -25,9 +25,7 @@ def optimizer_records(sweep: OptimizerSweep) -> Iterator[Record]:
     """Measures every model under every strategy; yields records on rank 0 only."""
     for ranks in sweep_ranks(sweep, grace_s=sweep.time_limit_s + _GRACE_S):
         for case in sweep.cases():
-            for record in _records_of(sweep, case, ranks):
-                if ranks.is_first:
-                    yield record
+            yield from ranks.on_first(_records_of(sweep, case, ranks))
 
 
 def _records_of(

@@ -12,6 +12,7 @@ from paceline.benchmarks.harness.config import (
     PrecisionName,
     RunLimits,
     ShapeOverrides,
+    TimedCase,
     require_counts,
 )
 from paceline.core.errors import UsageError
@@ -26,7 +27,7 @@ from paceline.core.specs import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCase:
+class StepCase(TimedCase):
     """One training step to measure."""
 
     model: str
@@ -37,10 +38,6 @@ class StepCase:
     compilation: Compilation
     activation_checkpointing: Literal["none", "full"]
     attention: AttentionImplementation
-    device: DeviceName
-    warmup: int
-    steps: int
-    time_limit_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

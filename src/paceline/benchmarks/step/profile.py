@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.accounting.flops import flops_per_token
-from paceline.accounting.memory.lower_bounds import minimum_step_bytes
+from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.harness.devices import (
     current_environment,
@@ -88,9 +88,8 @@ def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
     On a GPU, a snapshot of its memory is written for torch's viewer.
     """
     step.optimizer.zero_grad(set_to_none=True)
-    parameters = list(step.model.parameters())
     resident = {
-        Category.PARAMETERS: storage_bytes(parameters),
+        Category.PARAMETERS: storage_bytes(step.parameters()),
         Category.OPTIMIZER_STATE: storage_bytes(step.optimizer_state()),
         Category.OTHER: storage_bytes([*step.model.buffers(), step.inputs, step.targets]),
     }
@@ -101,11 +100,9 @@ def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
             loss = step.forward()
             if step.phase != "forward":
                 step.backward(loss)
-                gradient_addresses.update(
-                    parameter.grad.untyped_storage().data_ptr()
-                    for parameter in parameters
-                    if parameter.grad is not None
-                )
+                gradient_addresses = {
+                    gradient.untyped_storage().data_ptr() for gradient in step.gradients()
+                }
             del loss
             if step.phase == "train":
                 step.optimizer_step()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
-from paceline.accounting.memory.lower_bounds import minimum_step_bytes
+from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.benchmarks.harness.devices import (
     TORCH_DTYPES,
     HardwareLocation,
@@ -197,13 +197,7 @@ def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
         "memory_after_init_bytes": Metric(value=made_bytes),
         "resident_peak_after_init_bytes": Metric(value=resident_peak_bytes()),
     }
-    samples = sample(
-        step.run,
-        warmup=case.warmup,
-        steps=case.steps,
-        time_limit_s=case.time_limit_s,
-        on_progress=on_progress,
-    )
+    samples = sample(step.run, case, on_progress)
     metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
     metrics |= _rates(case, describe_hardware(device), metrics["step_time_s"].value)
     metrics |= {name: Metric(value=value) for name, value in step.memory().items()}

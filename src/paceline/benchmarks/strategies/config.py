@@ -1,7 +1,4 @@
-"""What to measure of strategies: sweeps as the command line gives them, and their cases.
-
-Torch-free, because the command line needs these types to parse its flags.
-"""
+"""Strategies to measure in turn. Torch-free, because the command line parses with it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -125,10 +122,8 @@ class DataParallelSweep(StrategySweep):
     def variants(self) -> Iterator[Variant]:
         """Yields every strategy with every bucket size that applies to it."""
         for strategy in self.strategies:
-            if strategy not in BUCKET_STRATEGIES:
-                yield Variant(strategy=strategy, bucket_size_mb=None)
-                continue
-            for size in self.bucket_size_mb:
+            has_buckets = strategy in BUCKET_STRATEGIES
+            for size in self.bucket_size_mb if has_buckets else (None,):
                 if size != "auto" or strategy == "bucketed":
                     yield Variant(strategy=strategy, bucket_size_mb=size)
 

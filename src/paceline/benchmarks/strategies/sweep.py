@@ -31,9 +31,7 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
     """Measures every model under all strategies; yields records on rank 0 only."""
     for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
         for case in sweep.cases():
-            for record in _records_of(sweep, case, ranks, on_progress):
-                if ranks.is_first:
-                    yield record
+            yield from ranks.on_first(_records_of(sweep, case, ranks, on_progress))
 
 
 def prepare_and_warm_up(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from paceline.accounting.communication.overlap_explained import explain_overhead
+from paceline.accounting.communication.overlap import explain_overhead
 from paceline.accounting.explanation import Explanation
 from paceline.core.finding import Finding
 from paceline.course.findings.template import make_finding

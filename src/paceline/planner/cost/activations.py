@@ -110,11 +110,6 @@ def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:
     return block_bytes_per_token(layouts, workload) * tokens * blocks
 
 
-def layout_activation_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the bytes of `kept_activations`."""
-    return kept_activations(layouts, workload).value
-
-
 def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what one block holds while backward computes it again; 0 where nothing is."""
     again = block_bytes_per_token(layouts, workload, checkpointing=CHECKPOINTING["none"])

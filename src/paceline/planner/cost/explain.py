@@ -102,17 +102,11 @@ def _time_lines(layout: ParallelLayout, quantities: Mapping[str, Quantity]) -> I
 
 
 def _line(name: str, quantity: Quantity, show: Callable[[float], str]) -> WorkedLine:
-    return WorkedLine(
-        formula=f"{name} = {quantity.formula}",
-        numbers=quantity.numbers,
-        result=show(first_number(quantity.value)),
-    )
+    result = show(first_number(quantity.value))
+    return WorkedLine(f"{name} = {quantity.formula}", quantity.numbers, result)
 
 
 def _sum_line(name: str, parts: Mapping[str, Any], show: Callable[[float], str]) -> WorkedLine:
     values = [first_number(value) for value in parts.values()]
-    return WorkedLine(
-        formula=f"{name} = {' + '.join(parts)}",
-        numbers=" + ".join(map(show, values)),
-        result=show(sum(values)),
-    )
+    numbers = " + ".join(map(show, values))
+    return WorkedLine(f"{name} = {' + '.join(parts)}", numbers, show(sum(values)))

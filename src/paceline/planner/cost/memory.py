@@ -30,7 +30,7 @@ from paceline.accounting.parameters import count_parameters
 from paceline.planner.cost.activations import (
     block_bytes_per_token,
     blocks_in_flight,
-    layout_activation_bytes,
+    kept_activations,
     logit_bytes,
     recomputed_bytes,
 )
@@ -122,7 +122,7 @@ def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
 
 def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     """Returns what one device holds at the peak, on the stage that holds most."""
-    first = layout_activation_bytes(layouts, workload)
+    first = kept_activations(layouts, workload).value
     per_token = block_bytes_per_token(layouts, workload).value
     tokens = workload.tokens / layouts.context
     last = per_token * tokens * blocks_in_flight(layouts, workload)[1]

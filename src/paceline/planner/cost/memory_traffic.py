@@ -40,7 +40,6 @@ Division = Literal["stream", "tensor"]
 _FLOAT32_BYTES = 4
 _LOSS_TOUCHES = 10
 """Maximum, difference (2), exponential (2), sum, quotient (2), gradient (2)."""
-_BRANCHES = 2
 
 
 class Elementwise(NamedTuple):
@@ -104,7 +103,7 @@ def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
     """Yields name, bytes forward and backward, division and kernels, as the table lists them."""
     shape = workload.shape
     size = workload.compute_bytes
-    branches = _BRANCHES if shape.num_heads else 1
+    branches = 2 if shape.num_heads else 1
     width = branches * shape.d_model
     stream = size * width
     mask = width if workload.dropout else 0

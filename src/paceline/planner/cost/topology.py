@@ -20,7 +20,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.accounting.communication.collectives import (
     Numbers,
@@ -29,8 +28,7 @@ from paceline.accounting.communication.collectives import (
 )
 from paceline.core.collectives import Operation
 from paceline.core.errors import UsageError
-
-Integers = npt.NDArray[np.int64]
+from paceline.planner.cost.layouts import Integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,12 @@ import time
 import pytest
 import torch
 
+from paceline.benchmarks.harness.config import TimedCase
 from paceline.benchmarks.harness.measure import Stopwatch, sample
+
+
+def timed(warmup: int, steps: int, time_limit_s: float) -> TimedCase:
+    return TimedCase(device="cpu", warmup=warmup, steps=steps, time_limit_s=time_limit_s)
 
 
 def test_warmup_is_run_but_not_sampled() -> None:
@@ -11,10 +16,8 @@ def test_warmup_is_run_but_not_sampled() -> None:
     progress: list[tuple[int, int]] = []
     samples = sample(
         lambda: {"step_time_s": float(next(runs))},
-        warmup=2,
-        steps=3,
-        time_limit_s=60,
-        on_progress=lambda completed, total: progress.append((completed, total)),
+        timed(2, 3, 60.0),
+        lambda completed, total: progress.append((completed, total)),
     )
     assert samples == {"step_time_s": [2.0, 3.0, 4.0]}
     assert progress == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
@@ -25,9 +28,7 @@ def test_the_time_limit_keeps_what_was_sampled() -> None:
         time.sleep(0.02)
         return {"step_time_s": 0.02}
 
-    samples = sample(
-        slow, warmup=0, steps=1000, time_limit_s=0.1, on_progress=lambda _done, _total: None
-    )
+    samples = sample(slow, timed(0, 1000, 0.1), lambda _done, _total: None)
     assert 1 <= len(samples["step_time_s"]) < 20
 
 
@@ -39,9 +40,7 @@ def test_the_time_limit_ends_warm_up_too() -> None:
         time.sleep(0.05)
         return {"step_time_s": 0.05}
 
-    samples = sample(
-        slow, warmup=100, steps=100, time_limit_s=0.12, on_progress=lambda _done, _total: None
-    )
+    samples = sample(slow, timed(100, 100, 0.12), lambda _done, _total: None)
     assert samples == {"step_time_s": [0.05]}
     assert len(runs) < 8
 

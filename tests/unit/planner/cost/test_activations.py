@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.core import BatchShape, ModelShape, ParallelLayout, Precision, precision_preset
-from paceline.planner.cost.activations import block_bytes_per_token, layout_activation_bytes
+from paceline.planner.cost.activations import block_bytes_per_token, kept_activations
 from paceline.planner.cost.layouts import Layouts, Workload
 from tests.unit.accounting.memory.activation_cases import block_bytes
 
@@ -93,7 +93,7 @@ def test_a_gated_block_keeps_what_torch_packs(name: str) -> None:
         tensor.untyped_storage().nbytes() for at, tensor in saved.items() if at not in others
     )
     assert outputs.requires_grad
-    predicted = layout_activation_bytes(Layouts.of([ParallelLayout()]), _workload(shape, BFLOAT16))
+    predicted = kept_activations(Layouts.of([ParallelLayout()]), _workload(shape, BFLOAT16)).value
     assert predicted == [packed]
     ratio = shape.key_value_heads / shape.num_heads
     width, heads = shape.d_model, shape.num_heads
@@ -117,7 +117,7 @@ def test_axes_divide_what_they_should() -> None:
     workload = _workload(SHAPES["as many key heads"], BFLOAT16)
 
     def kept(**axes: int) -> float:
-        return float(layout_activation_bytes(Layouts.of([ParallelLayout(**axes)]), workload)[0])
+        return float(kept_activations(Layouts.of([ParallelLayout(**axes)]), workload).value[0])
 
     assert kept(context=4) == kept() / 4
     assert kept(tensor=4, sequence_parallel=True) == kept() / 4
@@ -125,4 +125,4 @@ def test_axes_divide_what_they_should() -> None:
     assert kept(replicate=4) == kept()
     # Flash attention has no scores that selective recomputation could leave out.
     selective = Layouts.of([ParallelLayout(activation_checkpointing="selective")])
-    assert layout_activation_bytes(selective, workload) == [kept()]
+    assert kept_activations(selective, workload).value == [kept()]
