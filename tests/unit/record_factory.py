@@ -92,6 +92,17 @@ def attention_record(context: int, head_dim: int = 64, **case: Any) -> Record:
     return make_record("attention", numbers, context=context, head_dim=head_dim, **case)
 
 
+def kernel_record(registers: float = 99, *, outcome: Any = "ok", **changes: Any) -> Record:
+    """A Triton kernel with a ceiling of a two-hundredth for each register; numbers may change."""
+    numbers = {"registers": registers, "spill_bytes": 0, "shared_bytes": 2048, "occupancy": 0.125}
+    numbers |= {"matrix_instructions": 8, "worst_intensity": 30, "best_intensity": 1500}
+    numbers |= {"worst_ceiling": registers / 200}
+    numbers |= {name: changes.pop(name) for name in numbers.keys() & changes.keys()}
+    case = {"kernel": "forward", "architecture": "sm90", "head_dim": 64, "num_warps": 8}
+    case |= {"block_queries": 128, "block_keys": 64, "num_stages": 3}
+    return make_record("kernel", numbers, outcome, **case | changes)
+
+
 def communication_record(size_bytes: int, world_size: int, **case: Any) -> Record:
     case = {"operation": "all_reduce", "size_bytes": size_bytes, "world_size": world_size, **case}
     return make_record("comm", {"algorithm_bandwidth_bytes_per_s": 1e9}, **case)

@@ -57,16 +57,12 @@ def _attempt(name: str, deliverables: str, outcome: str, num_measured: float) ->
 
 def _hostile_records() -> list[Record]:
     """Steps and an attempt whose names and environment try to leave their place."""
-    steps = [
-        each
-        for each in Evidence.of(committed_records()).find("step", phase="train")
-        if each.metrics
-    ]
+    trained = Evidence.of(committed_records()).find("step", phase="train")
+    steps = [record for record in trained if record.metrics][:2]
     records = []
-    for attack, record in itertools.product(ATTACKS, steps[:2]):
-        environment = msgspec.structs.replace(
-            record.environment, processor=attack, platform=attack, packages={attack: attack}
-        )
+    for attack, record in itertools.product(ATTACKS, steps):
+        names = {"processor": attack, "platform": attack, "packages": {attack: attack}}
+        environment = msgspec.structs.replace(record.environment, **names)
         hostile = changed(record, 1.0, model=attack, hardware=attack)
         records.append(msgspec.structs.replace(hostile, environment=environment))
     failed = _attempt(ATTACKS[1], "naive_ddp", "failed", 0)
@@ -96,14 +92,14 @@ def test_names_appear_as_text(hostile: Report) -> None:
     assert not section.is_complete
 
 
-def test_the_page_loads_nothing_and_its_policy_forbids_it(hostile: Report) -> None:
+def test_page_and_pictures_load_nothing_and_the_policy_forbids_it(hostile: Report) -> None:
     text = render_html(hostile)
     page = Page(text)
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     assert images
-    for attributes in images:
-        assert (attributes["src"] or "").startswith("data:image/svg+xml;base64,")
-        assert attributes["alt"]
+    assert all(attributes["alt"] for attributes in images)
+    sources = [str(attributes["src"]) for attributes in images]
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     for tag, attributes in page.elements:
         assert set(attributes) & {"src"} == ({"src"} if tag == "img" else set())
         assert (attributes.get("href") or "#").startswith("#")
@@ -115,27 +111,20 @@ def test_the_page_loads_nothing_and_its_policy_forbids_it(hostile: Report) -> No
     assert f"style-src 'sha256-{digest}'" in policy
     assert "url(" not in style
     assert "@import" not in style
-
-
-def test_pictures_load_nothing_either(hostile: Report) -> None:
     parts = [part for section in hostile.sections for part in section.parts]
     blocks = [block for part in parts for block in part.blocks]
     pictures = [picture for block in blocks for picture in block.pictures]
     assert len({picture.name for picture in pictures}) == len(pictures)
-    for picture in pictures:
-        text = picture.svg.decode()
-        assert "<script" not in text
-        references = re.findall(r'(?:href|src)="([^"]*)"', text)
+    for drawn in (picture.svg.decode() for picture in pictures):
+        assert "<script" not in drawn
+        references = re.findall(r'(?:href|src)="([^"]*)"', drawn)
         assert all(reference.startswith(("#", "data:")) for reference in references)
 
 
 def test_the_last_run_of_a_case_counts_and_partial_ones_are_told_apart() -> None:
     runs = (("a", "failed", 0), ("a", "ok", 0), ("b", "ok", 2), ("b", "failed", 0))
-    attempts = [
-        _attempt(name, "x; naive_ddp", outcome, num_measured)
-        for name, outcome, num_measured in (*runs, ("c", "timeout", 2))
-    ]
-    report = build_report(attempts)
+    runs += (("c", "timeout", 2),)
+    report = build_report([_attempt(name, "x; naive_ddp", *told) for name, *told in runs])
     (section,) = [each for each in report.sections if each.name == "naive_ddp"]
     assert section.failures == ("b: failed: a reason",)
     assert section.incomplete == ("c: timeout: a reason",)

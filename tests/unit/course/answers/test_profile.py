@@ -10,24 +10,16 @@ from paceline.records import Metric, Record, find_kind
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.profile_runs import subject_of
+from tests.unit import record_factory
 from tests.unit.course.report_cases import check, make_record
-from tests.unit.record_factory import (
-    EARLY,
-    FORWARD,
-    LATE,
-    MODEL,
-    TRAIN,
-    Ranges,
-    memory_record,
-    operator_rows,
-    profile,
-    profile_environment,
-    step_record,
-)
+from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges, profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 MIB = 2**20
-LAPTOP, SERVER = profile_environment(), profile_environment("server")
+LAPTOP, SERVER = map(record_factory.profile_environment, ("laptop", "server"))
+TOMORROW = record_factory.profile_environment(time=LATE)
+# A profile stamps its records one by one, so they may be a second apart.
+NEXT_SECOND = record_factory.profile_environment(time=EARLY.replace("00+", "01+", 1))
 
 
 def _forward(*operators: tuple[str, str, float, float, float]) -> Ranges:
@@ -54,67 +46,52 @@ FLOPS, COUNT, SOFTMAX = "matmul_flops", "weight_matmul_count", "softmax_to_matmu
 
 
 @pytest.mark.parametrize(
-    ("records", "name", "expected"),
+    ("records", "expected"),
     [
-        (COUNTED, FLOPS, {"traced_flops": 6e9, "expected_flops": 6e9, "says": "alike"}),
-        (COUNTED, COUNT, {"num_matmuls": 15, "expected_num_matmuls": 15}),
-        (COUNTED, f"{IN}forward", {"own_time_s": 0.6, "share": 0.6, "num_calls": 15}),
-        (COUNTED, f"{IN}backward", {"own_time_s": 1.2, "total_s": 2.0, "matmul_share": 0.6}),
-        (COUNTED, f"{IN}optimizer", {"matmul_share": 0, "says": "elementwise 100%"}),
-        (COUNTED, f"{IN}whole_step", {"total_s": 4.0, "matmul_share": 0.45}),
-        (WRONG, FLOPS, {"traced_flops": 2e9, "says": "less (-50%)"}),
-        (WRONG, COUNT, {"num_matmuls": 15, "expected_num_matmuls": 22}),
-        (GPU, f"{IN}forward", {"num_calls": 31, "matmul_share": 0.6, "says": "sgemm_128x64"}),
-        (GPU, FLOPS, None),
-        (GPU, COUNT, None),
-        (GPU, f"{IN}whole_step", None),
-        (INSIDE, f"{IN}forward", {"says": "60%, attention 40%"}),
-        (INSIDE, FLOPS, None),
-        (UNKNOWN, f"{IN}forward", {"matmul_share": 0}),
-        (UNKNOWN, FLOPS, None),
-        (_attention(0.1, 0.1), SOFTMAX, {"time_ratio": 0.5, "operation_ratio": 25.6}),
-        (_attention(0.1, 0.1), SOFTMAX, {"says": "Fuse it"}),
-        (_attention(0.1 / 25.6, 0.1), SOFTMAX, {"operation_ratio": 1, "remedy": ""}),
-        (_attention(0.1, 0.1, head_dim=None), SOFTMAX, None),
-        (_attention(0.1, 0.0), SOFTMAX, None),
+        (COUNTED, {FLOPS: {"traced_flops": 6e9, "expected_flops": 6e9, "says": "alike"}}),
+        (COUNTED, {COUNT: {"num_matmuls": 15, "expected_num_matmuls": 15}}),
+        (COUNTED, {f"{IN}forward": {"own_time_s": 0.6, "share": 0.6, "num_calls": 15}}),
+        (COUNTED, {f"{IN}backward": {"own_time_s": 1.2, "total_s": 2.0, "matmul_share": 0.6}}),
+        (COUNTED, {f"{IN}optimizer": {"matmul_share": 0, "says": "elementwise 100%"}}),
+        (COUNTED, {f"{IN}whole_step": {"total_s": 4.0, "matmul_share": 0.45}}),
+        (WRONG, {FLOPS: {"says": "less (-50%)"}, COUNT: {"expected_num_matmuls": 22}}),
+        (GPU, {f"{IN}forward": {"num_calls": 31, "matmul_share": 0.6, "says": "sgemm_128x64"}}),
+        (GPU, {FLOPS: None, COUNT: None, f"{IN}whole_step": None}),
+        (INSIDE, {f"{IN}forward": {"says": "60%, attention 40%"}, FLOPS: None}),
+        (UNKNOWN, {f"{IN}forward": {"matmul_share": 0}, FLOPS: None}),
+        (_attention(0.1, 0.1), {SOFTMAX: {"time_ratio": 0.5, "says": ["25.6 times", "Fuse it"]}}),
+        (_attention(0.1 / 25.6, 0.1), {SOFTMAX: {"operation_ratio": 1, "remedy": ""}}),
+        (_attention(0.1, 0.1, head_dim=None), {SOFTMAX: None}),
+        (_attention(0.1, 0.0), {SOFTMAX: None}),
     ],
 )
-def test_operators(records: list[Record], name: str, expected: Any) -> None:
-    (block,) = check(answers.answer_profile, records, {name: expected})
+def test_operators(records: list[Record], expected: Any) -> None:
+    (block,) = check(answers.answer_profile, records, expected)
     captions = " ".join(table.caption for table in block.tables)
     assert ("FLOPs" in captions) == any(each.name == FLOPS for each in block.findings)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "machine", "case", "expected"),
+    ("seconds", "case", "expected"),
     [
-        (
-            0.95,
-            "laptop",
-            {},
-            {"traced_step_time_s": 1, "step_time_s": 0.95, "says": "alike (+5%)."},
-        ),
-        (0.5, "laptop", {}, {"says": ["more (+100%)", "times from the stopwatch"]}),
-        (2.0, "laptop", {}, {"says": "less (-50%)"}),
-        (0.95, "laptop", {"device": "cuda"}, None),
-        (0.95, "laptop", {"hardware": "h100"}, None),
-        (0.95, "laptop", {"d_model": 64}, None),
-        (0.95, "laptop", {"compile": "whole"}, None),
-        (0.0, "laptop", {}, None),
-        (0.95, "server", {}, None),
-        (None, "laptop", {}, None),
+        (0.95, {}, {"traced_step_time_s": 1, "step_time_s": 0.95, "says": "alike (+5%)."}),
+        (0.5, {}, {"says": ["more (+100%)", "times from the stopwatch"]}),
+        (0.0, {}, None),
+        (None, {}, None),
+        (0.95, {"environment": SERVER}, None),
+        (0.95, {"device": "cuda"}, None),
+        (0.95, {"hardware": "h100"}, None),
+        (0.95, {"d_model": 64}, None),
+        (0.95, {"compile": "whole"}, None),
     ],
 )
-def test_a_trace_is_laid_beside_the_same_step_only(
-    seconds: float | None, machine: str, case: Any, expected: Any
-) -> None:
+def test_a_trace_is_laid_beside_the_same_step_only(seconds: Any, case: Any, expected: Any) -> None:
+    assert find_kind("step").join_key == find_kind("memory_timeline").join_key
     metrics = {} if seconds is None else {"step_time_s": Metric(value=seconds)}
-    stopwatch = msgspec.structs.replace(
-        step_record(**{**MODEL, "phase": "forward", **case}),
-        environment=profile_environment(machine),
-        metrics=metrics,
+    stopwatch = record_factory.step_record(
+        **{**MODEL, "phase": "forward", "environment": LAPTOP, **case}
     )
-    records = [*profile({"forward": FORWARD}), stopwatch]
+    records = [*profile({"forward": FORWARD}), msgspec.structs.replace(stopwatch, metrics=metrics)]
     check(answers.answer_profile, records, {"trace_to_stopwatch": expected})
 
 
@@ -135,7 +112,8 @@ def test_two_runs_on_one_machine_are_not_mixed(order: int) -> None:
     assert _operators(block) == {"aten::new"}
 
 
-def test_two_machines_are_not_mixed() -> None:
+def test_two_machines_are_not_mixed_and_what_is_no_profile_of_a_step_is_left_out() -> None:
+    check(answers.answer_profile, record_factory.operator_rows(OLD, "trace.json", LAPTOP), {})
     records = [*profile(OLD), *profile(NEW, machine="server", time=LATE)]
     blocks = answers.answer_profile(Evidence(records=tuple(records)))
     assert [block.heading.rpartition("; ")[2] for block in blocks] == ["laptop", "server"]
@@ -146,25 +124,15 @@ def test_two_machines_are_not_mixed() -> None:
     assert all(each in ({"aten::old"}, {"aten::new"}) for each in kept)
 
 
-def test_what_is_no_profile_of_a_step_is_left_out() -> None:
-    check(answers.answer_profile, operator_rows(OLD, "trace.json", LAPTOP), {})
-
-
-def test_a_step_can_be_matched_by_a_memory_timeline() -> None:
-    assert find_kind("step").join_key == find_kind("memory_timeline").join_key
-
-
 PARTS = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
 STATES = {"parameters": 10, "optimizer_state": 20}
 HALF, LONG = {"precision": "bfloat16"}, {"context": 512}
-# A profile stamps its records one by one, so they may be a second apart.
-NEXT_SECOND = profile_environment(time=EARLY.replace("00+", "01+", 1))
 
 
 def _memory(**changes: Any) -> list[Record]:
     """Memory at the peak in MiB by part, with the prediction that a table needs."""
     parts = {name: changes.pop(name, 0) * MIB for name in PARTS}
-    record = memory_record(**{**MODEL, "phase": "train", **changes})
+    record = record_factory.memory_record(**{**MODEL, "phase": "train", **changes})
     metrics = {f"{name}_at_peak_bytes": Metric(value=size) for name, size in parts.items()}
     metrics = {**record.metrics, **metrics, "peak_bytes": Metric(value=sum(parts.values()))}
     record = msgspec.structs.replace(record, environment=LAPTOP, metrics=metrics)
@@ -189,8 +157,7 @@ LOWER = [*_memory(**STATES, activations=90, temporary=20), *_memory(**HALF, **LO
 LOWER += _memory(**HALF, **STATES, activations=85)
 PHASES = [*_memory(phase="forward", other=30, **STATES), *_memory(**STATES)]
 PEAK, CONTEXT, PRECISION = "train_peak", "train_peak_by_context", "train_peak_in_bfloat16"
-LARGEST, SERVED = "largest_allocation", (1, MIB, SERVER)
-TOMORROW = (3, MIB, profile_environment(time=LATE))
+LARGEST, SERVED, LATER = "largest_allocation", (1, MIB, SERVER), (3, MIB, TOMORROW)
 
 
 @pytest.mark.parametrize(
@@ -203,19 +170,13 @@ TOMORROW = (3, MIB, profile_environment(time=LATE))
         (LOWER, PRECISION, {"first_peak": 140, "last_peak": 115}, "less (-18%)"),
         (LOWER, PRECISION, {"first_part": 20}, "largest change: temporary"),
         (LOWER, CONTEXT, None, ""),
-        (LOWER, LARGEST, None, ""),
         (PHASES, "forward_peak", {"peak": 60, "part": 30}, "other"),
         (PHASES, PEAK, {"peak": 30, "part": 20}, "optimizer state"),
         (_memory(), PEAK, None, ""),
         # Allocations are those of the same run.
         (_allocations(SERVED), LARGEST, None, ""),
         (_allocations(SERVED, (2, 2 * MIB, LAPTOP)), LARGEST, {"size": 2}, ""),
-        (
-            _allocations((2, 9, LAPTOP), TOMORROW),
-            LARGEST,
-            {},
-            "temporary of aten::op2 at layers.py.",
-        ),
+        (_allocations((2, 9, LAPTOP), LATER), LARGEST, {}, "temporary of aten::op2 at layers."),
         (_allocations((4, MIB, NEXT_SECOND)), LARGEST, {"size": 1}, "(1 of that size)"),
         (_allocations((2, MIB, LAPTOP, 3), (1, MIB, LAPTOP), (3, 9, LAPTOP)), LARGEST, {}, "(4 of"),
         (_allocations((2, 9, LAPTOP, 3), (1, MIB, LAPTOP)), LARGEST, {"size": 1}, "aten::op1"),

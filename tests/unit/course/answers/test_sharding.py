@@ -17,7 +17,6 @@ def _record(
     strategy: str, step: float = 1.0, spread: Sequence[float] = STEADY, **options: Any
 ) -> Record:
     """A step whose peaks are 1, 4 and 3 GiB for each of its seconds, and its state as given."""
-    state, world_size = options.get("state", 2 * GIB), options.get("world_size", 4)
     metrics: dict[str, Any] = {
         "step_time_s": [step * factor for factor in spread],
         "optimizer_time_s": [step**2 / 8 * factor for factor in spread],
@@ -25,28 +24,24 @@ def _record(
     for instant, peak in (("after_init", 1), ("before_step", 4), ("after_step", 3)):
         metrics[f"peak_{instant}_bytes"] = step * peak * GIB
         metrics |= dict.fromkeys((f"{instant}_{part}_bytes" for part in PARTS), GIB / 2)
-        metrics[f"{instant}_optimizer_state_bytes"] = state
-    case = {"strategy": strategy, "bucket_size_mb": None, "world_size": world_size}
+        metrics[f"{instant}_optimizer_state_bytes"] = options.get("state", 2 * GIB)
+    case = {
+        "strategy": strategy,
+        "bucket_size_mb": None,
+        "world_size": options.get("world_size", 4),
+    }
     return make_record("optimizer", metrics, **case)
 
 
-@pytest.mark.parametrize(
-    ("step", "spread", "says"),
-    [
-        (1.2, STEADY, "more"),
-        (0.8, STEADY, "less"),
-        (1.02, STEADY, "alike"),
-        (1.8, (1.0, 1.0), "unknown: too few samples, 2"),
-    ],
-)
-def test_time(step: float, spread: Sequence[float], says: str) -> None:
-    pair = [_record("torch_ddp", 1.0, spread), _record("sharded_optimizer", step, spread)]
-    figures = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
-    figures |= {"unsharded_step_s": 1.0, "says": ("sharded_optimizer", says)}
-    expected = {"step_against_unsharded": figures, "sharding_tradeoff": {"world_size": 4}}
-    check(answer_time, pair, expected)
-    one_rank = [_record(name, world_size=1) for name in ("torch_ddp", "sharded_optimizer")]
-    check(answer_time, one_rank, {})
+def test_time() -> None:
+    names = ("torch_ddp", "sharded_optimizer")
+    for step, spread, verdict in ((1.2, STEADY, "more"), (1.8, (1.0, 1.0), "too few samples, 2")):
+        pair = [_record(names[0], 1.0, spread), _record(names[1], step, spread)]
+        figures = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
+        figures |= {"unsharded_step_s": 1.0, "says": (names[1], verdict)}
+        expected = {"step_against_unsharded": figures, "sharding_tradeoff": {"world_size": 4}}
+        check(answer_time, pair, expected)
+    check(answer_time, [_record(name, world_size=1) for name in names], {})
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.course.answers.strategies import (
-    answer_flat,
-    answer_naive,
-    answer_overlap,
-    answer_traces,
-    calculate_overhead,
-)
+from paceline.course.answers import strategies as answers
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import FEW, GPU, NOISY, ONE, STEADY, check, make_record
@@ -56,10 +50,9 @@ def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
 
 def _predicted(*exposed: float) -> list[Record]:
     measured = [_step("bucketed", size, exposed=0.0172) for size in range(2)]
-    metrics = [{"exposed_communication_s": seconds} for seconds in exposed]
-    return measured + [
-        _prediction(size, each) for size, each in enumerate(metrics, 2 - len(metrics))
-    ]
+    sizes = range(2 - len(exposed), 2)
+    pairs = zip(sizes, exposed, strict=True)
+    return measured + [_prediction(size, {"exposed_communication_s": each}) for size, each in pairs]
 
 
 def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
@@ -68,68 +61,59 @@ def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
 
 BUCKET = _step("bucketed", 25)
 NONE = _step("none", exposed=0.0)
+UNSTEADY = [_naive(1.02, spread=NOISY), NONE]
 RIVALS = [
     *(_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)),
     *(_step("overlapped", None, 1.02, spread=NOISY), _step("torch_ddp", None, 2.0, spread=ONE)),
 ]
-NAIVE, FLAT, OVERLAP = answer_naive, answer_flat, answer_overlap
+NAIVE, FLAT, OVERLAP = answers.answer_naive, answers.answer_flat, answers.answer_overlap
 ALIKE = "; alike: bucketed 1 MiB, bucketed 2 MiB."
-LATER = {"exposed_communication_s": 0.018}
+LATER = _prediction(5, {"exposed_communication_s": 0.018})
 AGAINST, EXPOSED, ERROR = "step_against_none", "exposed_communication", "prediction_error"
 BEST, LINK, STEP, SENT = "best_bucket", "link_share", "flat_step", "flat_exposed_communication"
 
 
 @pytest.mark.parametrize(
-    ("answer", "records", "name", "expected"),
+    ("answer", "records", "expected"),
     [
-        (NAIVE, [_naive(2.0, 0.4)], EXPOSED, {"step_s": 2, "exposed_s": 0.4, "num_messages": 75}),
-        (NAIVE, [_naive(2.0, 0.4)], EXPOSED, {"exposed_share": 0.2}),
-        (NAIVE, [_naive(2.0, 0.4)], "loopback", {"bus_bytes_per_s": 2.5e8}),
+        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"step_s": 2, "exposed_s": 0.4, "num_messages": 75}}),
+        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"exposed_share": 0.2}, AGAINST: None}),
+        (NAIVE, [_naive(2.0, 0.4)], {"loopback": {"bus_bytes_per_s": 2.5e8}}),
         # The link needs 400 ms.
-        (NAIVE, [_naive(2.0, 0.44, **LAB)], LINK, {LINK: 0.909, "says": "alike (-9%)"}),
-        (NAIVE, [_naive(2.0, 0.60, **LAB)], LINK, {LINK: 0.667, "says": "latency of calls"}),
-        (NAIVE, [_naive(1.2), NONE], AGAINST, {"ratio": 1.2, "slowdown_s": 0.1, "says": "more"}),
-        (NAIVE, [_naive(0.9), NONE], AGAINST, {"slowdown_s": -0.2, "none_step_s": 1.0}),
-        (NAIVE, [_naive(1.02, spread=NOISY), NONE], AGAINST, {"ratio_low": 0.714, "says": "alike"}),
-        (NAIVE, [_naive(1.2, spread=ONE), NONE], AGAINST, {"ratio": 1.2, "says": FEW}),
-        (NAIVE, [_naive()], AGAINST, None),
-        (FLAT, _flat(0.95, 0.05), STEP, {"naive_step_s": 1, "flat_step_s": 0.95, "says": "less"}),
-        (FLAT, _flat(1.01, 0.12), STEP, {"ratio": 1.01, "says": "more"}),
-        (FLAT, _flat(0.95, 0.05, ONE), STEP, {"ratio": 0.95, "says": FEW}),
-        (FLAT, _flat(0.95, 0.05), SENT, {"naive_exposed_s": 0.1, "flat_exposed_s": 0.05}),
-        (FLAT, _flat(1.01, 0.12), SENT, {"ratio": 1.2, "says": "more"}),
-        (FLAT, _flat(0.95, 0.09, NOISY), SENT, {"ratio": 0.9, "says": "alike"}),
-        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], AGAINST, {"ratio": 1.2}),
-        (OVERLAP, RIVALS, "step_against_naive", {"rival_exposed_s": 0.3, "says": "less"}),
-        (OVERLAP, RIVALS, "step_against_flat", {"ratio": 1 / 0.98, "rival_step_s": 0.98}),
-        (OVERLAP, RIVALS, "step_against_overlapped", {"rival_step_s": 1.02, "says": "alike"}),
-        (OVERLAP, RIVALS, "step_against_torch_ddp", {"ratio": 0.5, "says": FEW}),
-        (OVERLAP, RIVALS, AGAINST, None),
-        (OVERLAP, _buckets(), BEST, {"num_sizes": 1, "says": "1 measured, 1 s."}),
-        (OVERLAP, _buckets(1.1, 1.2), BEST, {"says": ["bucketed 25 MiB has", "3 measured, 1 s."]}),
-        (OVERLAP, _buckets(1.1, 1.2), BEST, {"num_sizes": 3, "step_s": 1}),
-        (OVERLAP, _buckets(1.1, 1.01, spread=NOISY), BEST, {"says": ALIKE}),
-        (OVERLAP, _buckets(1.1, spread=ONE), BEST, {"says": "; unknown: bucketed 1 MiB."}),
-        (OVERLAP, [BUCKET], EXPOSED, {"exposed_s": 0.1, "communication_s": 0.5}),
-        (OVERLAP, [_step("bucketed", 25, alone=None)], EXPOSED, {"says": "takes unknown"}),
-        (OVERLAP, [BUCKET], "loopback", {"world_size": 2}),
-        (OVERLAP, [_step("bucketed", 25, **LAB)], "loopback", None),
-        (OVERLAP, [_step("bucketed", 25, **GPU)], "loopback", None),
-        (OVERLAP, _predicted(0.0066, 0.0172), ERROR, {"num_alike": 1, "predicted_s": 0.0066}),
-        (OVERLAP, _predicted(0.0066, 0.0172), ERROR, {"num_sizes": 2, "error_share": 0.0106}),
-        (OVERLAP, _predicted(0.0188, 0.0157), ERROR, {"num_alike": 2, "measured_s": 0.0172}),
-        (OVERLAP, _predicted(0.0190, 0.0154), ERROR, {"num_alike": 0, "predicted_s": 0.019}),
-        (OVERLAP, _predicted(0.0190, 0.0154), "no_prediction", None),
-        (OVERLAP, [*_predicted(), _prediction(5, LATER)], ERROR, None),
-        (OVERLAP, [*_predicted(), _prediction(5, LATER)], "no_prediction", {"num_sizes": 2}),
+        (NAIVE, [_naive(2.0, 0.44, **LAB)], {LINK: {LINK: 0.909, "says": "alike (-9%)"}}),
+        (NAIVE, [_naive(2.0, 0.60, **LAB)], {LINK: {LINK: 0.667, "says": "latency of calls"}}),
+        (NAIVE, [_naive(1.2), NONE], {AGAINST: {"ratio": 1.2, "slowdown_s": 0.1, "says": "more"}}),
+        (NAIVE, [_naive(0.9), NONE], {AGAINST: {"slowdown_s": -0.2, "none_step_s": 1.0}}),
+        (NAIVE, UNSTEADY, {AGAINST: {"ratio_low": 0.714, "says": "alike"}}),
+        (FLAT, _flat(0.95, 0.05), {STEP: {"naive_step_s": 1, "flat_step_s": 0.95, "says": "less"}}),
+        (FLAT, _flat(0.95, 0.05), {SENT: {"naive_exposed_s": 0.1, "flat_exposed_s": 0.05}}),
+        (FLAT, _flat(1.01, 0.12), {STEP: {"ratio": 1.01}, SENT: {"ratio": 1.2, "says": "more"}}),
+        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], {AGAINST: {"ratio": 1.2}}),
+        (OVERLAP, RIVALS, {"step_against_naive": {"rival_exposed_s": 0.3, "says": "less"}}),
+        (OVERLAP, RIVALS, {"step_against_flat": {"ratio": 1 / 0.98, "rival_step_s": 0.98}}),
+        (OVERLAP, RIVALS, {"step_against_overlapped": {"rival_step_s": 1.02, "says": "alike"}}),
+        (OVERLAP, RIVALS, {"step_against_torch_ddp": {"ratio": 0.5, "says": FEW}, AGAINST: None}),
+        (OVERLAP, _buckets(), {BEST: {"num_sizes": 1, "says": "1 measured, 1 s."}}),
+        (OVERLAP, _buckets(1.1, 1.2), {BEST: {"says": ["25 MiB has", "of 3 measured, 1 s."]}}),
+        (OVERLAP, _buckets(1.1, 1.01, spread=NOISY), {BEST: {"says": ALIKE}}),
+        (OVERLAP, _buckets(1.1, spread=ONE), {BEST: {"says": "; unknown: bucketed 1 MiB."}}),
+        (OVERLAP, [BUCKET], {EXPOSED: {"exposed_s": 0.1, "communication_s": 0.5}, "loopback": {}}),
+        (OVERLAP, [_step("bucketed", 25, alone=None)], {EXPOSED: {"says": "takes unknown"}}),
+        (OVERLAP, [_step("bucketed", 25, **LAB)], {"loopback": None}),
+        (OVERLAP, [_step("bucketed", 25, **GPU)], {"loopback": None}),
+        (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_alike": 1, "predicted_s": 0.0066}}),
+        (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_sizes": 2, "error_share": 0.0106}}),
+        (OVERLAP, _predicted(0.0188, 0.0157), {ERROR: {"num_alike": 2, "measured_s": 0.0172}}),
+        (OVERLAP, _predicted(0.0190, 0.0154), {ERROR: {"num_alike": 0}, "no_prediction": None}),
+        (OVERLAP, [*_predicted(), LATER], {ERROR: None, "no_prediction": {"num_sizes": 2}}),
     ],
 )
 @pytest.mark.usefixtures("no_pictures")
-def test_findings(answer: Any, records: list[Record], name: str, expected: Any) -> None:
-    check(answer, records, {name: expected})
+def test_findings(answer: Any, records: list[Record], expected: Any) -> None:
+    check(answer, records, expected)
 
 
-@pytest.mark.parametrize("answer", [answer_naive, answer_flat, answer_overlap])
+@pytest.mark.parametrize("answer", [NAIVE, FLAT, OVERLAP])
 def test_one_rank_and_failures_tell_nothing_of_communication(answer: Any) -> None:
     names: Any = (("none",), ("naive",), ("flat",), ("bucketed", 25))
     check(answer, [_step(*name, world_size=1) for name in names], {})
@@ -146,7 +130,7 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     for environment, says in ((ENVIRONMENT, "less"), (later, "alike")):
         naive = _naive(spread=drifting, environment=environment, **LAB)
         expected = {"step_against_naive": {"ratio": 0.98, "says": says}}
-        check(answer_overlap, [bucketed, naive], expected)
+        check(OVERLAP, [bucketed, naive], expected)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -157,7 +141,7 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
         _record("timeline", dict(zip(names, times, strict=True)), strategy, rank=rank)
         for strategy, rank, *times in cases
     ]
-    (traced,) = answer_traces(Evidence.of(records))
+    (traced,) = answers.answer_traces(Evidence.of(records))
     assert [
         (each.message.split(":")[0], each.figures["exposed_s"], each.figures["overlapped_share"])
         for each in traced.findings
@@ -189,14 +173,14 @@ def test_the_equation_is_filled_with_what_belongs_together(
     records = [_prediction(25.0, fit, **LAB), _step("none", exposed=0.0, **{**LAB, **without})]
     expected = {"best_bucket_balanced": balanced, "best_bucket_measured": measured}
     expected |= {"overhead_equation": {"says": "s/(n w) + n o"}}
-    blocks = check(calculate_overhead, records, expected)
+    blocks = check(answers.calculate_overhead, records, expected)
     assert ("an example" in blocks[0].heading) == (balanced is EXAMPLE)
 
 
 def test_each_device_has_a_block_with_its_picture() -> None:
-    blocks = answer_naive(Evidence.of([_naive(), _naive(**GPU)]))
+    blocks = NAIVE(Evidence.of([_naive(), _naive(**GPU)]))
     assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
-    blocks += answer_flat(Evidence.of(_flat(1.0, 0.1)))
+    blocks += FLAT(Evidence.of(_flat(1.0, 0.1)))
     pictures = [picture for each in blocks for picture in each.pictures]
     names = [f"{name}-strategies" for name in ("naive-0", "naive-1", "flat-0")]
     assert [picture.name for picture in pictures] == names

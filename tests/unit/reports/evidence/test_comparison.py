@@ -1,6 +1,7 @@
 """Times are told apart by their samples, and by nothing else."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
 from paceline.records import Metric
-from paceline.reports.evidence.comparison import Ratio, compare, median_interval, stands_out
+from paceline.reports.evidence.comparison import compare, median_interval, stands_out
 
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
@@ -18,12 +19,6 @@ def _metric(seconds: float, spread: Sequence[float]) -> Metric:
     return Metric.from_samples([seconds * factor for factor in spread])
 
 
-def _compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Ratio:
-    found = compare(subject, baseline, in_turn=in_turn)
-    assert found is not None
-    return found
-
-
 @settings(deadline=None)
 @given(st.lists(st.floats(0.001, 1000.0), min_size=6, max_size=300))
 def test_the_interval_is_that_of_the_quantile_test(values: list[float]) -> None:
@@ -31,40 +26,33 @@ def test_the_interval_is_that_of_the_quantile_test(values: list[float]) -> None:
     assert median_interval(values) == (expected.low, expected.high)
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize(
-    ("spread", "ratio", "standing"),
+    ("ratio", "spread", "base", "by_rounds", "by_runs"),
     [
-        (STEADY, 0.98, "less"),
-        (STEADY, 1.02, "more"),
-        (NOISY, 0.98, "alike"),
-        (STEADY[:6], 0.5, "less"),
-        (STEADY[:5], 0.5, "unknown"),
-        ((1.0,), 0.5, "unknown"),
+        (0.98, STEADY, (1.0,) * 7, "less", "alike"),
+        (1.03, STEADY, STEADY, "more", "alike"),
+        (0.98, NOISY, (1.0,) * 7, "alike", "alike"),
+        # Rounds that were slow for both do not hide a difference.
+        (1.03, NOISY, NOISY, "more", "alike"),
+        # Runs one after the other may drift.
+        (1.2, STEADY, STEADY, "more", "more"),
+        (0.8, STEADY, STEADY, "less", "less"),
+        # Samples in other numbers were not taken in turn, whatever is said of them.
+        (0.97, STEADY, STEADY[:6], "alike", "alike"),
+        (1.2, STEADY, STEADY[:6], "more", "more"),
+        (0.5, STEADY[:6], STEADY[:6], "less", "less"),
+        (0.5, STEADY[:5], STEADY[:5], "unknown", "unknown"),
+        (0.5, (1.0,), (1.0,), "unknown", "unknown"),
     ],
 )
-def test_a_ratio_is_judged_by_its_rounds(
-    spread: Sequence[float], ratio: float, standing: str
+def test_a_ratio_is_judged_by_its_rounds_or_runs(
+    ratio: float, spread: Any, base: Any, by_rounds: str, by_runs: str, in_turn: bool
 ) -> None:
-    base = Metric.from_samples([1.0] * len(spread))
-    found = _compare(_metric(ratio, spread), base, in_turn=True)
-    assert found.standing == standing
+    found = compare(_metric(ratio, spread), _metric(1.0, base), in_turn=in_turn)
+    assert found is not None
+    assert found.standing == (by_rounds if in_turn else by_runs)
     assert found.value == pytest.approx(ratio)
-
-
-def test_rounds_that_were_slow_for_both_do_not_hide_a_difference() -> None:
-    slow, base = _metric(1.03, NOISY), _metric(1.0, NOISY)
-    assert _compare(slow, base, in_turn=True).standing == "more"
-    assert _compare(slow, base).standing == "alike"
-
-
-@pytest.mark.parametrize(
-    ("subject", "standing"), [(1.03, "alike"), (0.97, "alike"), (1.2, "more"), (0.8, "less")]
-)
-def test_runs_one_after_the_other_may_drift(subject: float, standing: str) -> None:
-    metric = _metric(subject, STEADY)
-    assert _compare(metric, _metric(1.0, STEADY)).standing == standing
-    # Samples in other numbers were not taken in turn, whatever is said of them.
-    assert _compare(metric, _metric(1.0, STEADY[:6]), in_turn=True).standing == standing
 
 
 @pytest.mark.parametrize("in_turn", [True, False])

@@ -3,6 +3,8 @@
 import dataclasses
 import pathlib
 
+import pytest
+
 from paceline.core.plan import Estimate
 from paceline.prediction.backtest import GROUPS, BacktestCase, HeldOutPrediction
 from paceline.reports.plots.backtest import plot_backtest
@@ -24,22 +26,15 @@ def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction
     )
 
 
-HELD_OUT = [
-    _held_out("flat", "loopback", 1.02),
-    _held_out("flat", "1 Gbit/s", 0.95),
-    _held_out("sharded", "loopback", 1.05),
-    _held_out("sharded", "1 Gbit/s", 1.3),
-]
+LINKS = ("loopback", "1 Gbit/s")
+HELD_OUT = [_held_out("flat", *case) for case in zip(LINKS, (1.02, 0.95), strict=True)]
+HELD_OUT += [_held_out("sharded", *case) for case in zip(LINKS, (1.05, 1.3), strict=True)]
 
 
 def test_every_strategy_at_every_place_has_a_row() -> None:
     table = backtest_table([*HELD_OUT, _held_out("flat", "loopback", 0.5)], counted=4)
-    places = [
-        ("2", link, strategy)
-        for strategy in ("flat", "sharded")
-        for link in ("loopback", "1 Gbit/s")
-    ]
-    assert [row[:3] for row in table.rows] == [*places, ("all", "", "")]
+    places = [f"2 {link} {name}" for name in ("flat", "sharded") for link in LINKS]
+    assert [" ".join(row[:3]).strip() for row in table.rows] == [*places, "all"]
     assert table.rows[0][3:] == ("2", "1000 to 1000", "26.0%", "-50.0%", "1 of 2")
     # What does not count is shown with its group, but not in the sum.
     assert table.rows[-1][3:] == ("4", "1000 to 1000", "5.0%", "+30.0%", "3 of 4")
@@ -54,13 +49,15 @@ def test_notes_say_how_far_to_trust_it_and_leave_groups_out_where_enough_are_lef
     assert text.endswith("the 90% interval, ±10% wide, holds 75% of the measurements")
 
 
-def test_the_picture_shows_every_place(tmp_path: pathlib.Path) -> None:
-    figure = plot_backtest(HELD_OUT, counted=4)
-    (axes,) = figure.axes
+def test_the_picture_shows_every_place_and_case() -> None:
+    (axes,) = plot_backtest(HELD_OUT, counted=4).axes
+    (loopback, _caps, (bars,)), _shaped = axes.containers
+    assert list(loopback.get_xdata()) == [1.0, 1.0]
+    assert list(loopback.get_ydata()) == pytest.approx([1.02, 1.05])
+    assert bars.get_segments()[0][:, 1] == pytest.approx([0.9 * 1.02, 1.1 * 1.02])
     texts = {text.get_text() for text in axes.get_legend().get_texts()}  # type: ignore[union-attr]
     assert {"2 ranks, loopback (2)", "2 ranks, 1 Gbit/s (2)", "within 20%"} <= texts
     assert axes.get_xlabel() == "measured step time (s)"
-    assert all(path.stat().st_size for path in save_figure(figure, tmp_path, "backtest"))
 
 
 def test_without_intervals_every_case_has_a_row(tmp_path: pathlib.Path) -> None:
@@ -70,9 +67,8 @@ def test_without_intervals_every_case_has_a_row(tmp_path: pathlib.Path) -> None:
     ]
     table = backtest_table(few, counted=2)
     assert table.headers[-3:] == ("predicted", "measured", "error")
-    assert table.rows == (
-        ("small", "2 x 32", "2", "loopback", "flat", "1020.0", "1000.0", "+2.0%"),
-        ("small", "2 x 32", "2", "1 Gbit/s", "flat", "950.0", "1000.0", "-5.0%"),
-    )
+    first, second = ("loopback", "flat", "1020.0"), ("1 Gbit/s", "flat", "950.0")
+    step = ("small", "2 x 32", "2")
+    assert table.rows == ((*step, *first, "1000.0", "+2.0%"), (*step, *second, "1000.0", "-5.0%"))
     assert "no intervals" in table.notes[0]
     assert save_figure(plot_backtest(few, counted=2), tmp_path, "few")

@@ -25,21 +25,16 @@ def test_the_table_has_a_row_per_part_and_a_column_per_instant() -> None:
     assert lines[1].count("490.67 MiB") == 3
 
 
-def test_bars_are_stacked_to_the_totals_and_told_apart_without_colour() -> None:
-    instants = plan("sharded").instants(2)
-    (axes,) = plot_memory_plan(instants, title="a step").axes
+def test_bars_reach_the_totals_told_apart_without_colour_below_the_capacity() -> None:
+    instants, device = plan("sharded").instants(2), find_device("rtx-3090")
+    assert not plot_memory_plan(instants, title="a step").axes[0].lines
+    (axes,) = plot_memory_plan(instants, title="a step", device=device).axes
     assert len(axes.containers) == 5
     tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
     assert tops == pytest.approx([parts.total / 2**30 for parts in instants.values()])
     hatches = [bars[0].get_hatch() for bars in axes.containers]
     assert all(first != second for first, second in itertools.pairwise(hatches))
     assert axes.get_ylabel() == "memory of one rank (GiB)"
-    assert not axes.lines
-
-
-def test_the_capacity_is_drawn() -> None:
-    device = find_device("rtx-3090")
-    (axes,) = plot_memory_plan(plan("sharded").instants(2), title="a step", device=device).axes
     (line,) = axes.lines
     assert np.asarray(line.get_ydata())[0] == pytest.approx(24e9 / 2**30)
     assert "22.4 GiB (24 GB)" in str(line.get_label())
