@@ -10,9 +10,7 @@ from scipy.stats import quantile_test
 
 from paceline.records import Metric
 from paceline.reports.evidence.comparison import compare, median_interval, stands_out
-
-STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
-NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
+from tests.unit.course.report_cases import NOISY, STEADY
 
 
 def _metric(seconds: float, spread: Sequence[float]) -> Metric:

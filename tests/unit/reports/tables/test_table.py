@@ -12,14 +12,8 @@ from paceline.core import UsageError
 from paceline.records import Metric, Record
 from paceline.reports.tables.table import Table, records_table, render_csv, render_markdown
 from paceline.reports.tables.with_predictions import with_predictions
-from tests.unit.record_factory import (
-    MEASURED_MEMORY,
-    PREDICTED_MEMORY,
-    attention_record,
-    make_record,
-    optimizer_record,
-    step_record,
-)
+from tests.unit import record_factory
+from tests.unit.record_factory import MEASURED_MEMORY, attention_record, make_record, step_record
 
 
 def rows_by_header(table: Table) -> list[dict[str, str]]:
@@ -54,16 +48,17 @@ def test_what_is_not_known_is_not_applicable() -> None:
 
 
 def test_memory_is_a_view_of_its_own() -> None:
-    table = records_table([step_record()], "memory")
-    assert table.headers[:3] == ("after init", "before optimizer", "in optimizer")
-    assert table.rows[0][:4] == ("1.00 GiB", "3.00 GiB", "2.00 GiB")
+    (row,) = rows_by_header(records_table([step_record()], "memory"))
+    instants = ("after init", "before optimizer", "in optimizer")
+    assert row == dict(zip(instants, ("1.00 GiB", "3.00 GiB", "2.00 GiB"), strict=True))
     with pytest.raises(UsageError, match="'attention' have no memory view"):
         records_table([attention_record(256, 16)], "memory")
 
 
 def test_a_prediction_stands_with_its_error_beside_the_case_that_it_is_of() -> None:
-    other = optimizer_record("torch_ddp", (1, 1, 1, 1, 1), is_prediction=True, batch=99)
-    joined = with_predictions(MEASURED_MEMORY, [*MEASURED_MEMORY, PREDICTED_MEMORY, other])
+    other = record_factory.optimizer_record("torch_ddp", (1,) * 5, is_prediction=True, batch=99)
+    predictions = [record_factory.PREDICTED_MEMORY, other]
+    joined = with_predictions(MEASURED_MEMORY, [*MEASURED_MEMORY, *predictions])
     assert joined[0] == MEASURED_MEMORY[0]
     first, second = rows_by_header(records_table(joined))
     measured = {"strategy": "torch_ddp", "step (ms)": "300 ± 100", "before step": "200.00 MiB"}
@@ -83,13 +78,9 @@ def test_a_case_that_did_not_run_says_so() -> None:
 
 def test_a_spread_is_shown_where_there_is_one_and_marked_beyond_the_value() -> None:
     assert records_table([attention_record(1000)]).rows[0][0] == "1.00"
-    records = [
-        with_metrics(
-            step_record(model=model), step_time_s=Metric(value=0.1, std=std, samples=(0.1, 0.1))
-        )
-        for model, std in (("small", 0.099), ("xl", 0.101))
-    ]
-    table = records_table(records)
+    steps = [Metric(value=0.1, std=std, samples=(0.1, 0.1)) for std in (0.099, 0.101)]
+    pairs = zip((step_record(), step_record(model="xl")), steps, strict=True)
+    table = records_table([with_metrics(record, step_time_s=step) for record, step in pairs])
     times = [row["step (ms)"] for row in rows_by_header(table)]
     assert times == ["100 ± 99.0", "100 ± 101 (!)"]
     assert [note[:3] for note in table.notes] == ["(!)"]
@@ -163,48 +154,53 @@ def test_rows_of_other_columns_are_tables_of_their_own_where_keys_leave_no_room(
     assert "n/a" not in narrow
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "calibration",
-            {
-                "forward_time_s": (0.001, "1.00"),
-                "backward_time_s": (0.002, "2.00"),
-                "element_time_s": (1.5e-9, "1.50"),
-                "latency_s": (0.003, "3.00"),
-                "algorithm_bandwidth_bytes_per_s": (2e9, "2 GB/s"),
-                "max_relative_error": (0.125, "12.5%"),
-                "lost_s_per_byte": (6e-10, "0.600"),
-                "slowdown": (2.5, "2.50"),
-            },
-        ),
-        (
-            "prediction",
-            {
-                "step_time_s": (0.5, "500"),
-                "matmul_s": (0.1, None),
-                "attention_s": (0.02, None),
-                "elementwise_s": (0.003, None),
-                "launch_s": (0.0004, "123"),
-                "optimizer_s": (0.05, None),
-                "bucket_copy_s": (0.006, "56.0"),
-                "contention_s": (0.007, "7.00"),
-                "exposed_s": (0.008, "8.00"),
-            },
-        ),
-    ],
-)
-def test_columns_show_their_metrics_in_their_units(
-    kind: str, expected: dict[str, tuple[float, str | None]]
-) -> None:
-    """A metric without a cell is added to the next."""
-    numbers = {name: number for name, (number, _cell) in expected.items()}
-    predicts = {"predicts": "ddp"} if kind == "prediction" else {}
-    table = records_table([make_record(kind, numbers, **predicts)])
-    assert table.rows == (tuple(cell for _number, cell in expected.values() if cell),)
-    times = [header for header in table.headers if header.endswith(("(ms)", "(ns)", "(ms/MB)"))]
-    assert len(times) == 5
+# Of a kind, metrics with their numbers, and columns with their cells.
+COLUMN_CASES = """
+kernel: registers 128, spill_bytes 4, shared_bytes 2048, matrix_instructions 8, occupancy 0.25,
+    worst_intensity 30, best_intensity 1500, worst_ceiling 0.5
+-> registers 128, spilled (B) 4, shared 2.00 KiB, matrix instructions 8, occupancy 25%,
+    FLOPs/B at worst 30, at best 1500, ceiling at worst 50%
+
+ddp: step_time_s 0.5, step_time_ratio 1.25, forward_time_s 0.1, backward_time_s 0.2,
+    exposed_communication_s 0.03, communication_s 0.04, num_messages 7, chosen_bucket_size_mb 25
+-> step (ms) 500, ratio 1.250, forward (ms) 100, backward (ms) 200, exposed (ms) 30.0,
+    communication time (ms) 40.0, collectives 7, chosen bucket size 25 MiB
+
+timeline: compute_s 0.1, contention_s 0.2, exposed_communication_s 0.3, idle_s 0.4,
+    step_time_s 1, overlapped_communication_s 0.5, reported_exposed_s 0.6
+-> compute (ms) 100, contention (ms) 200, exposed (ms) 300, idle (ms) 400, step (ms) 1000,
+    overlapped (ms) 500, exposed, as reported (ms) 600
+
+memory_timeline: peak_bytes 5120, parameters_at_peak_bytes 2048, gradients_at_peak_bytes 1024
+-> peak 5.00 KiB, parameters then 2.00 KiB, gradients then 1.00 KiB
+
+operator: own_time_s 0.2, share 0.25, num_calls 3, flops 2e9
+-> own time (ms) 200, share 25.0%, calls 3, matmul FLOPs 2 G
+
+comm: time_s 0.002, algorithm_bandwidth_bytes_per_s 1e9, bus_bandwidth_bytes_per_s 2e9
+-> time (ms) 2.00, algorithm bandwidth 1 GB/s, bus bandwidth 2 GB/s
+
+calibration: forward_time_s 0.001, backward_time_s 0.002, element_time_s 1.5e-9,
+    latency_s 0.003, algorithm_bandwidth_bytes_per_s 2e9, max_relative_error 0.125,
+    lost_s_per_byte 6e-10, slowdown 2.5
+-> forward (ms) 1.00, backward (ms) 2.00, per element (ns) 1.50, latency (ms) 3.00,
+    bandwidth 2 GB/s, largest error 12.5%, compute lost (ms/MB) 0.600, communication slowdown 2.50
+
+prediction: step_time_s 0.5, matmul_s 0.1, attention_s 0.02, elementwise_s 0.003,
+    launch_s 0.0004, optimizer_s 0.05, bucket_copy_s 0.006, contention_s 0.007, exposed_s 0.008
+-> step (ms) 500, compute (ms) 123, optimizer (ms) 56.0, contention (ms) 7.00, exposed (ms) 8.00
+"""
+
+
+@pytest.mark.parametrize("case", COLUMN_CASES.strip().split("\n\n"))
+def test_columns_show_their_metrics_in_their_units(case: str) -> None:
+    named, shown = " ".join(case.split()).split(" -> ")
+    kind, _, metrics = named.partition(": ")
+    numbers = dict(metric.split() for metric in metrics.split(", "))
+    fields = {"predicts": "ddp"} if kind == "prediction" else {}
+    record = make_record(kind, {name: float(number) for name, number in numbers.items()}, **fields)
+    cells = rows_by_header(records_table([record]))[0].items()
+    assert ", ".join(f"{header} {cell}" for header, cell in cells) == shown
 
 
 def test_one_table_has_one_kind() -> None:
