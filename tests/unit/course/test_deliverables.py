@@ -13,8 +13,9 @@ from paceline.course.deliverables import DELIVERABLES, Part
 from paceline.course.report import build_report, commands_for
 from paceline.course.suite.presets import suite_cases
 from paceline.reports.evidence.groups import Evidence
-from paceline.scaling import LossSurface, synthetic_sweep
+from paceline.scaling import synthetic_sweep
 from tests.unit.course.report_cases import committed_records, sentences, swapped
+from tests.unit.scaling.surfaces import SURFACE
 
 # The rows of the courses' list of problems.
 CONTRACT = """
@@ -28,13 +29,15 @@ PARTS = [(deliverable, part) for deliverable in DELIVERABLES for part in deliver
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-def test_every_problem_has_a_section_in_order() -> None:
+def test_every_problem_has_a_section_in_order_and_every_part_an_answer_of_its_own() -> None:
     names = [name for deliverable in DELIVERABLES for name in deliverable.name.split(", ")]
     assert names == [name.strip() for name in CONTRACT.split(",")]
+    assert len({part.answer for _, part in PARTS}) == len(PARTS)
 
 
-def test_an_empty_store_leaves_what_is_calculated_and_says_how_to_measure_the_rest() -> None:
-    for section, deliverable in zip(build_report([]).sections, DELIVERABLES, strict=True):
+def test_an_empty_store_leaves_the_right_calculations_and_commands_for_the_rest() -> None:
+    report = build_report([])
+    for section, deliverable in zip(report.sections, DELIVERABLES, strict=True):
         for part, asked in zip(section.parts, deliverable.parts, strict=True):
             assert bool(part.blocks) == (asked.kind is None) == (not part.commands), part.title
             assert len(part.commands) != 1, "only the command for GPUs"
@@ -42,6 +45,14 @@ def test_an_empty_store_leaves_what_is_calculated_and_says_how_to_measure_the_re
             profiled = asked.kind in ("memory_timeline", "timeline")
             for command in part.commands[:-1]:
                 assert ("profile " in command) == profiled, part.title
+    parts = [part for section in report.sections for part in section.parts]
+    calculated = [part for part in parts if part.blocks]
+    assert f"{len(calculated)} of {len(PARTS)} questions" in report.summary[0]
+    text = " ".join(sentence for part in parts for sentence in sentences(part.blocks))
+    figures = """9.9531; 10.0021; 3,276 GiB; 41 H100; 17,547,264; 35 devices; 54; 25,302; 20,444;
+        15,699; 3,925; s/(n w) + n o; 128.00 MiB; 29.78 GiB to 22.33 GiB; 5.00 MiB at context 128;
+        float32, not float16"""
+    assert [each.strip() for each in figures.split(";") if each.strip() not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -60,45 +71,35 @@ def test_findings_change_with_the_figures_and_say_where_they_are_from(part: Part
         assert all("torch 2" in place and "processors" in place for place in found.environments)
 
 
-def _commands() -> set[str]:
+def test_every_command_of_the_report_and_of_the_suite_is_one() -> None:
     presets = itertools.product(("laptop", "2gpu", "8gpu"), (False, True))
     cases = [case for preset, quick in presets for case in suite_cases(preset, quick=quick)]
-    measured = {f"{case.command}{' --out x' * (case.records_in == 'directory')}" for case in cases}
-    return measured | {command for asked in PARTS for command in commands_for(*asked)}
-
-
-def test_every_command_of_the_report_and_of_the_suite_is_one() -> None:
+    commands = {command for asked in PARTS for command in commands_for(*asked)}
+    commands |= {f"{case.command}{' --out x' * (case.records_in == 'directory')}" for case in cases}
     parsed: list[object] = []
-    for command in _commands():
+    for command in commands:
         lab, _, inner = command.rpartition(" -- ")
         for one in filter(None, (f"{lab} -- true" if lab else "", inner)):
             program, *arguments = shlex.split(one)
             assert program == "paceline"
             parsed.append(main.parse(arguments))
-    assert len(parsed) >= len(_commands()) > 50
-
-
-def test_answers_without_measurement_are_the_right_ones() -> None:
-    parts = [part for section in build_report([]).sections for part in section.parts]
-    text = " ".join(sentence for part in parts for sentence in sentences(part.blocks))
-    figures = """9.9531; 10.0021; 3,276 GiB; 41 H100; 17,547,264; 35 devices; 54; 25,302; 20,444;
-        15,699; 3,925; s/(n w) + n o; 128.00 MiB; 29.78 GiB to 22.33 GiB; 5.00 MiB at context 128;
-        float32, not float16"""
-    assert [each.strip() for each in figures.split(";") if each.strip() not in text] == []
+    assert len(parsed) >= len(commands) > 50
 
 
 def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib.Path) -> None:
-    exponents = {"parameter_exponent": 0.34, "token_exponent": 0.36}
-    scales = {"irreducible": 2.69, "parameter_scale": 1606.4, "token_scale": 3210.7}
-    sweep = synthetic_sweep(LossSurface(**scales, **exponents))
+    sweep = synthetic_sweep(SURFACE)
     runs = tmp_path / "runs.json"
     rows = zip(sweep.parameters, sweep.compute, sweep.loss, strict=True)
     names = ("parameters", "compute_budget", "final_loss")
     runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
     (given,) = answer_scaling(Evidence.of([], runs))
     assert "runs.json" in given.heading
-    sizes = [each.figures["parameters"] for each in given.findings[:2]]
-    assert sizes == pytest.approx([9.19e10, 3.0e11], rel=2e-3)
+    figures = [each.figures for each in given.findings]
+    sizes = [each["parameters"] for each in figures[:2]]
+    assert sizes == pytest.approx([3.351e10, 1.0942e11], rel=2e-3)
+    assert figures[0]["tokens_per_parameter"] == pytest.approx(1e23 / 6 / sizes[0] ** 2, rel=1e-3)
+    (wasted,) = [each["wasted_share"] for each in figures if "wasted_share" in each]
+    assert wasted > 0.1
     (made_up,) = answer_scaling(Evidence.of([]))
     assert "made up" in made_up.heading
     assert made_up.findings[:2] != given.findings[:2]

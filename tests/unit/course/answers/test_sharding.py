@@ -1,21 +1,19 @@
 """Findings in the time and memory of sharding follow from the records."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from paceline.course.answers.sharding import answer_memory, answer_time
+from paceline.course.answers.sharding import answer_memory, answer_time, calculate_states
 from paceline.records import Record
+from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import STEADY, check, make_record
 
 GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
-def _record(
-    strategy: str, step: float = 1.0, spread: Sequence[float] = STEADY, **options: Any
-) -> Record:
+def _record(strategy: str, step: float = 1.0, spread: Any = STEADY, **options: Any) -> Record:
     """A step whose peaks are 1, 4 and 3 GiB for each of its seconds, and its state as given."""
     metrics: dict[str, Any] = {
         "step_time_s": [step * factor for factor in spread],
@@ -25,12 +23,8 @@ def _record(
         metrics[f"peak_{instant}_bytes"] = step * peak * GIB
         metrics |= dict.fromkeys((f"{instant}_{part}_bytes" for part in PARTS), GIB / 2)
         metrics[f"{instant}_optimizer_state_bytes"] = options.get("state", 2 * GIB)
-    case = {
-        "strategy": strategy,
-        "bucket_size_mb": None,
-        "world_size": options.get("world_size", 4),
-    }
-    return make_record("optimizer", metrics, **case)
+    case = {"bucket_size_mb": None, "world_size": options.get("world_size", 4)}
+    return make_record("optimizer", metrics, strategy=strategy, **case)
 
 
 def test_time() -> None:
@@ -66,3 +60,12 @@ def test_memory(predicted: list[float], figures: Any) -> None:
         "peak_prediction": figures,
     }
     check(answer_memory, records, expected)
+
+
+def test_the_states_and_the_volume_of_every_stage() -> None:
+    ((table,),) = (block.tables for block in calculate_states(Evidence.of([])))
+    found = {row[0]: (row[5], row[-1]) for row in table.rows}
+    assert found["torch_ddp"] == ("29.78 GiB", "2 Ψ")
+    assert found["sharded_optimizer"] == ("22.33 GiB", "3 Ψ")
+    assert found["sharded"] == ("18.61 GiB", "2 Ψ")
+    assert found["fully_sharded"] == ("14.89 GiB", "3 Ψ")

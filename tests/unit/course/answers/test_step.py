@@ -58,7 +58,7 @@ UNSTEADY = [_step(optimizer_factors=(0.5, 1.0, 2.5)), _step(**LARGE)]
 UNSTEADY_TEXTS = ["optimizer of small", "more st"]
 FASTER = [_step(0.3, 0.4, 0.2, **LARGE, flops_per_s=2e9), _step(**CUSTOM)]
 SLOWER = [_step(**CUSTOM), _step(**LARGE, flops_per_s=5e8)]
-PAIR = [_step(0.2, 0.4), _step(0.1, 0.2, **HALF)]
+PAIR = [_step(0.2, 0.4), _step(0.2, 0.1, **HALF)]
 GAINED = [_step(0.2), _step(**WHOLE)]
 ONE = {"factors": (1.0,)}
 SGD = msgspec.structs.replace(_step(), case={**_step().case, "optimizer": "sgd"})

@@ -38,8 +38,8 @@ def _naive(step: float = 1.0, exposed: float = 0.1, **options: Any) -> Record:
     return _step("naive", None, step, exposed, **options)
 
 
-def _flat(step: float, exposed: float, spread: Sequence[float] = STEADY) -> list[Record]:
-    return [_step("flat", None, step, exposed, spread=spread), _naive(spread=STEADY[: len(spread)])]
+def _flat(step: float, exposed: float) -> list[Record]:
+    return [_step("flat", None, step, exposed), _naive()]
 
 
 def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
@@ -50,9 +50,8 @@ def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
 
 def _predicted(*exposed: float) -> list[Record]:
     measured = [_step("bucketed", size, exposed=0.0172) for size in range(2)]
-    sizes = range(2 - len(exposed), 2)
-    pairs = zip(sizes, exposed, strict=True)
-    return measured + [_prediction(size, {"exposed_communication_s": each}) for size, each in pairs]
+    predicted = [{"exposed_communication_s": seconds} for seconds in exposed]
+    return measured + [_prediction(size, each) for size, each in enumerate(predicted)]
 
 
 def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
@@ -62,10 +61,8 @@ def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
 BUCKET = _step("bucketed", 25)
 NONE = _step("none", exposed=0.0)
 UNSTEADY = [_naive(1.02, spread=NOISY), NONE]
-RIVALS = [
-    *(_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)),
-    *(_step("overlapped", None, 1.02, spread=NOISY), _step("torch_ddp", None, 2.0, spread=ONE)),
-]
+RIVALS = [_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)]
+RIVALS += [_step("overlapped", step=1.02, spread=NOISY), _step("torch_ddp", step=2.0, spread=ONE)]
 NAIVE, FLAT, OVERLAP = answers.answer_naive, answers.answer_flat, answers.answer_overlap
 ALIKE = "; alike: bucketed 1 MiB, bucketed 2 MiB."
 LATER = _prediction(5, {"exposed_communication_s": 0.018})
@@ -130,7 +127,9 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     for environment, says in ((ENVIRONMENT, "less"), (later, "alike")):
         naive = _naive(spread=drifting, environment=environment, **LAB)
         expected = {"step_against_naive": {"ratio": 0.98, "says": says}}
-        check(OVERLAP, [bucketed, naive], expected)
+        (block,) = check(OVERLAP, [bucketed, naive], expected)
+    days = f"; 2026-01-03 to {ENVIRONMENT.time[:10]}"
+    assert [line.endswith(days) for line in block.environments] == [True]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -180,8 +179,8 @@ def test_the_equation_is_filled_with_what_belongs_together(
 def test_each_device_has_a_block_with_its_picture() -> None:
     blocks = NAIVE(Evidence.of([_naive(), _naive(**GPU)]))
     assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
-    blocks += FLAT(Evidence.of(_flat(1.0, 0.1)))
+    blocks += FLAT(Evidence.of(_flat(1.0, 0.1))) + OVERLAP(Evidence.of(_buckets(1.1)))
     pictures = [picture for each in blocks for picture in each.pictures]
     names = [f"{name}-strategies" for name in ("naive-0", "naive-1", "flat-0")]
-    assert [picture.name for picture in pictures] == names
+    assert [picture.name for picture in pictures] == [*names, "strategies-0", "bucket-size-0"]
     assert all(b"</svg>" in picture.svg for picture in pictures)

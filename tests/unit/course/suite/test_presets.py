@@ -1,5 +1,6 @@
 """A suite's cases ask for the very records by which they are known to have been run."""
 
+import itertools
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +19,8 @@ from paceline.core.units import GB
 from paceline.course.deliverables import DELIVERABLES
 from paceline.course.suite.presets import suite_cases
 from paceline.course.suite.scales import find_scale
-from paceline.workflows.cases import SuiteCase
 
-PRESETS: list[Any] = [
-    (preset, quick) for preset in ("laptop", "2gpu", "8gpu") for quick in (False, True)
-]
+PRESETS: Any = list(itertools.product(("laptop", "2gpu", "8gpu"), (False, True)))
 # Known only where the command runs, or when it has.
 RATES = {"200mbit": 2e8, "1gbit": 1e9, "2gbit": 2e9}
 ELSEWHERE = {"num_hosts", "link_rate_bits_per_s"}
@@ -58,24 +56,17 @@ def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
                 yield _fields(case)
 
 
-def _bench_cases(preset: Any, quick: bool) -> list[SuiteCase]:
-    return [case for case in suite_cases(preset, quick=quick) if case.arguments[0] == "bench"]
-
-
 @pytest.mark.parametrize(("preset", "quick"), PRESETS)
-def test_every_command_leaves_the_records_that_it_is_known_by(preset: str, quick: bool) -> None:
-    for case in _bench_cases(preset, quick):
+def test_every_command_leaves_the_records_that_it_is_known_by(preset: Any, quick: bool) -> None:
+    cases = suite_cases(preset, quick=quick)
+    for case in (each for each in cases if each.arguments[0] == "bench"):
         command = parse(shlex.split(shlex.join(case.arguments)))
         assert isinstance(command, BenchCommand)
         promised = list(_promised(command.subject.sweep))
         for expected in case.expected:
             known = {name: expected[name] for name in expected.keys() - ELSEWHERE}
             assert any(known.items() <= each.items() for each in promised), (case.name, known)
-
-
-@pytest.mark.parametrize(("preset", "quick"), PRESETS)
-def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) -> None:
-    cases = suite_cases(preset, quick=quick)
+    # Every deliverable is measured once.
     assert len({case.name for case in cases}) == len({case.command for case in cases}) == len(cases)
     assert all(case.seconds > 0 and case.expected for case in cases)
     (warmed,) = [case for case in cases if case.name == "step-warmup"]
@@ -92,7 +83,8 @@ def test_every_preset_measures_every_deliverable_once(preset: Any, quick: bool) 
 def test_gpus_hold_what_they_compare_and_a_quick_laptop_takes_a_quarter_of_an_hour() -> None:
     for preset, quick in PRESETS[2:]:
         model = model_preset(find_scale(preset, quick=quick).parallel_model)
-        compared = [case for case in _bench_cases(preset, quick) if case.arguments[1] == "ddp"]
+        cases = suite_cases(preset, quick=quick)
+        compared = [case for case in cases if case.arguments[:2] == ("bench", "ddp")]
         assert len(compared) == 2
         for case in compared:
             # Weights, gradients and two moments in float32, of every variant.

@@ -8,5 +8,5 @@ def test_cells_headers_and_notes_of_a_table_appear_as_text() -> None:
     part = AnsweredPart(title="t", question="q", blocks=(Block(tables=(table,)),), commands=())
     section = Section(name="n", title="s", parts=(part,))
     text = render_report(Report(title="r", summary=(), sections=(section,)))
-    for shown in ("&lt;b&gt;h", r"\[x\](y) &lt;i&gt;", r"\*c\*", r"\`n\`"):
+    for shown in ("## 1. s\n", "&lt;b&gt;h", r"\[x\](y) &lt;i&gt;", r"\*c\*", r"\`n\`"):
         assert shown in text

@@ -1,6 +1,5 @@
 """Times are told apart by their samples, and by nothing else."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from paceline.reports.evidence.comparison import compare, median_interval, stand
 from tests.unit.course.report_cases import NOISY, STEADY
 
 
-def _metric(seconds: float, spread: Sequence[float]) -> Metric:
+def _metric(seconds: float, spread: Any) -> Metric:
     return Metric.from_samples([seconds * factor for factor in spread])
 
 

@@ -1,13 +1,9 @@
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.records import Record
 from paceline.reports.plots.registry import draw
 from tests.unit.record_factory import attention_record
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "triton")
 
@@ -17,16 +13,16 @@ def record(implementation: str, context: int = 256, **case: Any) -> Record:
     return attention_record(context, implementation=implementation, **case)
 
 
-def lines_by_label(axes: "Axes") -> dict[str, Any]:
+def lines_by_label(axes: Any) -> dict[str, Any]:
     return {str(line.get_label()): line for line in axes.lines}
 
 
-def legend_labels(figure: "Figure") -> list[str]:
+def legend_labels(figure: Any) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def rows_of(figure: "Figure") -> list[int]:
-    return [axes.get_subplotspec().rowspan.start for axes in figure.axes]  # type: ignore[union-attr]
+def rows_of(figure: Any) -> list[int]:
+    return [axes.get_subplotspec().rowspan.start for axes in figure.axes]
 
 
 def test_widths_are_columns_and_formats_rows() -> None:
@@ -36,15 +32,13 @@ def test_widths_are_columns_and_formats_rows() -> None:
     figure = draw("attention-memory", records)
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == [f"head dim {width}, dtype {dtype}" for dtype in dtypes for width in widths]
-    assert [axes.get_subplotspec().colspan.start for axes in figure.axes] == [0, 1, 2, 3] * 2  # type: ignore[union-attr]
+    assert [axes.get_subplotspec().colspan.start for axes in figure.axes] == [0, 1, 2, 3] * 2
     assert len({(*axes.get_xlim(), *axes.get_ylim()) for axes in figure.axes}) == 1
-
-
-def test_formats_of_one_width_stand_side_by_side_and_a_fifth_width_wraps() -> None:
+    # Of one width, formats stand side by side, and a fifth width wraps.
     formats = [record(name, dtype=dtype) for name in ("tiled", "sdpa") for dtype in ("a", "b")]
     assert rows_of(draw("attention-time", formats)) == [0, 0]
-    widths = [record(name, head_dim=n) for n in range(1, 6) for name in ("tiled", "sdpa")]
-    figure = draw("attention-time", widths)
+    records = [record(name, head_dim=n) for n in range(1, 6) for name in ("tiled", "sdpa")]
+    figure = draw("attention-time", records)
     assert rows_of(figure) == [0] * 4 + [1] * 4
     assert [axes.get_visible() for axes in figure.axes] == [True] * 5 + [False] * 3
 
@@ -65,33 +59,26 @@ def test_an_implementation_keeps_its_colour_and_a_pass_its_dashes() -> None:
 
 
 def test_cases_without_numbers_are_marked_above_all_others() -> None:
-    records = [
-        *(record("sdpa", context) for context in (256, 1024, 4096)),
-        record("naive", 256),
-        record("naive", 4096, outcome="out_of_memory"),
-        *(record("triton", context, outcome="skipped") for context in (256, 1024, 4096)),
-    ]
+    lengths = [256, 1024, 4096]
+    records = [*(record("sdpa", length) for length in lengths), record("naive", 256)]
+    records += [record("naive", 4096, outcome="out_of_memory")]
+    records += [record("triton", length, outcome="skipped") for length in lengths]
     figure = draw("attention-time", records)
     axes = figure.axes[0]
-    marks = {
-        line.get_color(): (list(line.get_xdata()), set(line.get_ydata()))
-        for line in axes.lines
-        if line.get_marker() == "x"
-    }
     lines = lines_by_label(axes)
-    naive_lengths, naive_heights = marks[lines["forward, naive"].get_color()]
-    triton_lengths, triton_heights = marks[lines["forward, triton"].get_color()]
-    assert (naive_lengths, triton_lengths) == ([4096], [256, 1024, 4096])
-    assert max(triton_heights) < min(naive_heights) < 1
+    marks = {line.get_color(): line for line in axes.lines if line.get_marker() == "x"}
+    naive, triton = (marks[lines[f"forward, {name}"].get_color()] for name in ("naive", "triton"))
+    assert (list(naive.get_xdata()), list(triton.get_xdata())) == ([4096], lengths)
+    assert max(triton.get_ydata()) < min(naive.get_ydata()) < 1
     to_panel = axes.transData + axes.transAxes.inverted()
-    highest = max(
-        to_panel.transform(point)[1]
-        for line in axes.lines
-        if line.get_marker() != "x"
-        for point in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    )
-    assert highest < min(triton_heights)
+    points = [
+        to_panel.transform(line.get_xydata()) for line in axes.lines if line not in marks.values()
+    ]
+    assert max(drawn[:, 1].max() for drawn in points if len(drawn)) < min(triton.get_ydata())
     assert legend_labels(figure)[-1] == "out of memory\nor skipped"
+    alone = draw("attention-memory", records[3:5]).axes[0]
+    assert "out of memory" in [text.get_text().strip() for text in alone.texts]
+    assert (alone.get_xscale(), alone.get_yscale()) == ("log", "log")
 
 
 def test_only_the_naive_one_is_said_to_store_its_scores() -> None:

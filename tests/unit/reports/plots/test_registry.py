@@ -1,3 +1,4 @@
+import itertools
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -15,43 +16,30 @@ from tests.unit.record_factory import MEASURED_MEMORY, PREDICTED_MEMORY, predict
 
 attention_record = record_factory.attention_record
 communication_record = record_factory.communication_record
-STEPS = [
-    step_record(model=model, precision=precision, warmup=warmup, seconds=seconds)
-    for model, seconds in (("small", 0.1), ("medium", 0.4))
-    for precision in ("float32", "bfloat16")
-    for warmup in (0, 5)
-]
+ddp, traced = record_factory.data_parallel_record, record_factory.timeline_record
+CASES = itertools.product(("small", "medium"), ("float32", "bfloat16"), (0, 5))
+STEPS = [step_record(model=model, precision=name, warmup=count) for model, name, count in CASES]
 STEPS.append(step_record(model="xl", warmup=0, outcome="skipped"))
 ATTENTION = [
-    *(attention_record(context, width) for context in (256, 1024, 4096) for width in (16, 64)),
-    attention_record(16384, 64, outcome="out_of_memory"),
+    attention_record(context, width) for context in (256, 1024, 4096) for width in (16, 64)
 ]
-COMMUNICATION = [
-    communication_record(size, world_size) for size in (10**6, 10**8) for world_size in (2, 4)
-]
+ATTENTION.append(attention_record(16384, 64, outcome="out_of_memory"))
+SIZES = (10**6, 10**8)
+COMMUNICATION = [communication_record(size, ranks) for size in SIZES for ranks in (2, 4)]
+SHAPED = [communication_record(size, 4, link_rate_bits_per_s=2e9) for size in SIZES]
 LINK = {"gradient_bytes": 4e8, "latency_s": 1e-4, "algorithm_bandwidth_bytes_per_s": 1e10}
-BUCKETED = [(strategy, size) for strategy in ("torch_ddp", "bucketed") for size in (1.0, 25.0)]
-STRATEGIES = [
-    record_factory.data_parallel_record("flat", None),
-    *(
-        record_factory.data_parallel_record(name, size, exposed_s=size / 1e3)
-        for name, size in BUCKETED
-    ),
-    record_factory.data_parallel_record("bucketed", "auto"),
-    *(
-        prediction_of(
-            record_factory.data_parallel_record("bucketed", size), {**LINK, EXPOSED: exposed_s}
-        )
-        for size, exposed_s in ((1.0, 0.001), (25.0, 0.02))
-    ),
+BUCKETED = itertools.product(("torch_ddp", "bucketed"), (1.0, 25.0))
+STRATEGIES = [ddp("flat", None), ddp("bucketed", "auto")]
+STRATEGIES += [ddp(name, size, exposed_s=size / 1e3) for name, size in BUCKETED]
+PREDICTED = [
+    prediction_of(ddp("bucketed", size), {**LINK, EXPOSED: exposed_s})
+    for size, exposed_s in ((25.0, 0.02), (1.0, 0.001))
 ]
+TRACED = [traced("flat", rank, exposed_s=0.1) for rank in (0, 1)]
+TRACED += [traced("bucketed", rank, exposed_s=0.02) for rank in (0, 1)]
 MESSAGES = {"message_start_s": [0.2, 0.28], "message_end_s": [0.28, 0.31]}
-TRACED = [
-    *(record_factory.timeline_record("flat", rank, exposed_s=0.1) for rank in (0, 1)),
-    *(record_factory.timeline_record("bucketed", rank, exposed_s=0.02) for rank in (0, 1)),
-    prediction_of(record_factory.timeline_record("bucketed", 0, exposed_s=0.01), MESSAGES),
-    *(record_factory.memory_record(phase=phase) for phase in ("forward", "train")),
-]
+TRACED += [prediction_of(traced("bucketed", 0, exposed_s=0.01), MESSAGES)]
+TRACED += [record_factory.memory_record(phase=phase) for phase in ("forward", "train")]
 MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
 
 
@@ -61,7 +49,7 @@ def texts(labels: Iterable[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
-    records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *TRACED, *MEMORY]
+    records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *PREDICTED, *TRACED, *MEMORY]
     first, second = (
         {path.suffix: path.read_bytes() for path in save_figure(draw(name, records), folder, name)}
         for folder in (tmp_path / "first", tmp_path / "second")
@@ -77,6 +65,8 @@ def test_only_what_can_be_compared_is_offered() -> None:
     assert drawable_plots(ATTENTION) == ["attention-time", "attention-memory"]
     assert drawable_plots(COMMUNICATION) == ["communication"]
     assert drawable_plots(MEMORY) == ["optimizer-memory"]
+    assert drawable_plots(STRATEGIES) == ["strategies", "bucket-size"]
+    assert drawable_plots(STRATEGIES[:1]) == ["strategies"]
     assert drawable_plots([step_record(outcome="failed")]) == []
     with pytest.raises(UsageError, match=r"'warmup'.*no 'step' measurements"):
         draw("warmup", ATTENTION)
@@ -100,6 +90,7 @@ def test_warmup_shows_every_sample_and_cases_that_differ_as_lines_of_their_own()
     axes = draw("warmup", [step_record(warmup=count) for count in (0, 1, 5)]).axes[0]
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [len(line.get_ydata()) for line in dots] == [3, 3, 3]
+    assert list(axes.containers[0][0].get_ydata()) == pytest.approx([310 / 3] * 3)
     assert texts(axes.get_xticklabels()) == ["0", "1", "5"]
     names = [f"precision {index}" for index in range(9)]
     many = [step_record(precision=name, warmup=count) for name in names for count in (0, 1)]
@@ -107,34 +98,29 @@ def test_warmup_shows_every_sample_and_cases_that_differ_as_lines_of_their_own()
     assert labels == [f"{name}: mean ± standard deviation" for name in names]
 
 
-def test_what_ran_out_of_memory_is_marked() -> None:
-    axes = draw("attention-memory", ATTENTION).axes[0]
-    assert "out of memory" in texts(axes.texts)
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert lines["saved for backward, head dim 16"] == pytest.approx([2.0, 32.0, 512.0])
+@pytest.mark.parametrize(
+    ("plot", "records", "label", "values"),
+    [
+        ("attention-memory", ATTENTION, "saved for backward, head dim 16", [2, 32, 512]),
+        ("attention-memory", ATTENTION, "peak, head dim 64", [6, 96, 1536]),
+        ("attention-time", ATTENTION, "backward, head dim 16", [0.131, 2.097, 33.55]),
+        ("communication", SHAPED, "all_reduce", [1, 1]),
+        # 2 Gbit/s are 0.25 GB/s, of which an all-reduce of 4 ranks uses 1.5 times its size.
+        ("communication", SHAPED, "all_reduce: line rate", [0.25 / 1.5] * 2),
+        ("bucket-size", STRATEGIES + PREDICTED, "bucketed: predicted by the recurrence", [1, 20]),
+    ],
+)
+def test_lines_go_through_their_figures(plot: str, records: Any, label: str, values: Any) -> None:
+    lines = {line.get_label(): list(line.get_ydata()) for line in draw(plot, records).axes[0].lines}
+    assert lines[label] == pytest.approx(values, rel=1e-3)
 
 
-def test_a_line_rate_is_drawn_beside_the_measurement() -> None:
-    records = [communication_record(size, 4, link_rate_bits_per_s=2e9) for size in (10**6, 10**8)]
-    axes = draw("communication", records).axes[0]
-    lines = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
-    assert lines["all_reduce"] == pytest.approx([1.0, 1.0])
-    # 2 Gbit/s are 0.25 GB/s, of which an all-reduce of 4 ranks uses 1.5 times its size.
-    assert lines["all_reduce: line rate"] == pytest.approx([0.25 / 1.5] * 2)
-
-
-def test_strategies_are_bars_of_phases_that_add_up() -> None:
+def test_strategies_are_phases_that_add_up_and_bucket_sizes_stand_beside_the_closed_form() -> None:
     axes = draw("strategies", STRATEGIES).axes[0]
     assert len(axes.patches) == 4 * 6
     ends = [patch.get_x() + patch.get_width() for patch in axes.patches[-6:]]
-    assert ends == pytest.approx([350, 331, 355, 331, 355, 350])
-
-
-def test_bucket_sizes_stand_beside_the_prediction_and_the_closed_form() -> None:
-    axes = draw("bucket-size", STRATEGIES).axes[0]
-    (predicted,) = [line for line in axes.lines if "predicted" in str(line.get_label())]
-    assert list(predicted.get_ydata()) == pytest.approx([1.0, 20.0])
+    assert ends == pytest.approx([350, 350, 331, 355, 331, 355])
+    axes = draw("bucket-size", STRATEGIES + PREDICTED).axes[0]
     (balanced,) = [line for line in axes.lines if "sqrt" in str(line.get_label())]
     # sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes.
     assert balanced.get_xdata()[0] == pytest.approx(2e7 / 2**20)
@@ -160,15 +146,18 @@ def test_memory_over_time_is_stacked_on_one_scale() -> None:
     # Six parts of 1 MiB each are drawn up to the peak.
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in forward.collections]
     assert tops == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert [line.get_xdata()[0] for line in forward.lines] == pytest.approx([100, 200])
 
 
 def test_memory_by_strategy_is_stacked_and_predictions_hatched() -> None:
-    figure = draw("optimizer-memory", MEMORY)
-    for axes in figure.axes:
+    first, *others = MEMORY
+    metrics = {**first.metrics, "after_step_activations_bytes": Metric(value=0.0)}
+    figure = draw("optimizer-memory", [msgspec.structs.replace(first, metrics=metrics), *others])
+    for axes, before in zip(figure.axes, (200, 165), strict=True):
         bars = list(axes.patches)
         assert len(bars) == 3 * 5
         ends = [bar.get_x() + bar.get_width() for bar in bars]
-        assert ends[4::5] == pytest.approx([200, 160, 152])
+        assert ends[4::5] == pytest.approx([before, 160, 152])
         assert [bool(bar.get_hatch()) for bar in bars[4::5]] == [False, False, True]
         assert texts(axes.get_yticklabels()) == ["torch_ddp", "sharded_optimizer"]
     assert "MiB" in figure.axes[-1].get_xlabel()

@@ -1,11 +1,9 @@
 """Pictures and tables of scaling laws, from sweeps whose truth is known."""
 
-import pathlib
-
 import pytest
 
-from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws, plot_profiles
-from paceline.reports.plots.style import save_figure
+from paceline.reports.document.pictures import picture_of
+from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws, plot_profiles, plot_residuals
 from paceline.reports.tables.scaling import methods_table, run_text, runs_table, waste_table
 from paceline.scaling import CandidateRun, ScalingFit, SweepDesign, fit, synthetic_sweep
 from paceline.scaling.allocation.decide import decide
@@ -18,28 +16,27 @@ def found() -> ScalingFit:
     return fit(synthetic_sweep(SURFACE, noise=0.003), num_draws=30)
 
 
-def test_pictures_are_reproducible_and_drawn_without_minima_too(
-    found: ScalingFit, tmp_path: pathlib.Path
-) -> None:
+def test_pictures_are_reproducible_and_drawn_without_minima_too(found: ScalingFit) -> None:
     edge = fit(synthetic_sweep(SURFACE, SweepDesign(offset=0.1), noise=0.001), num_draws=10)
     for name, plot in SCALING_PLOTS.items():
-        first, second = (
-            [path.read_bytes() for path in save_figure(plot(found), tmp_path / folder, name)]
-            for folder in ("first", "second")
-        )
-        assert min(map(len, first)) > 5000
+        first, second = (picture_of(plot(found), name, "").svg for _ in range(2))
         assert first == second
+        assert len(first) > 5000
         plot(edge)
 
 
 def test_laws_reach_1e24_and_show_every_method(found: ScalingFit) -> None:
     panels = plot_laws(found).axes
     assert all(axes.get_xlim()[1] >= 1e24 for axes in panels)
-    labels = panels[0].get_legend_handles_labels()[1]
+    lines, labels = panels[0].get_legend_handles_labels()
     assert labels == [method.method for method in found.methods]
+    budgets, sizes = lines[labels.index("parametric")].get_data()  # type: ignore[attr-defined]
+    assert sizes == pytest.approx(SURFACE.optimal_parameters(budgets), rel=0.3)
 
 
-def test_profiles_mark_each_minimum(found: ScalingFit) -> None:
+def test_profiles_mark_each_minimum_and_residuals_are_in_per_cent(found: ScalingFit) -> None:
+    residuals = [y for line in plot_residuals(found).axes[0].lines for y in line.get_ydata()]
+    assert 0.3 < max(residuals) < 3, "of 0.3% of noise"
     (axes,) = plot_profiles(found).axes
     crosses = [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
     assert len(crosses) == len(found.profiles)
@@ -50,9 +47,13 @@ def test_tables_say_what_was_decided(found: ScalingFit) -> None:
     table = methods_table(found, [decision], 0.9)
     assert [row[1] for row in table.rows] == [method.method for method in found.methods]
     assert all(" to " in row[3] for row in table.rows)
+    for row in table.rows:
+        assert float(row[6]) == pytest.approx(1e23 / 6 / float(row[3].split()[0]) ** 2, rel=0.02)
     assert any("left out: envelope" in note for note in table.notes)
     assert "33.3 times" in table.caption
-    assert len(waste_table(decision).rows) == 6
+    wasted = [f"{each.wasted:.2%}" for each in decision.waste]
+    assert [row[2] for row in waste_table(decision).rows] == wasted
+    assert len(wasted) == 6
     assert f"{decision.run.parameters:,} parameters" in run_text(decision)
 
 

@@ -20,7 +20,7 @@ def test_variants_of_a_kernel_become_ranges_and_one_that_did_not_compile_is_told
     causal = kernel_record(100, mask="causal")
     (row,) = kernels_table([kernel_record(120, mask="full"), causal]).rows
     assert row[:7] == ("sm90", "64", "forward", "128x64", "8", "3", "100 to 120")
-    assert row[7:] == ("0", "2", "8", "12%", "30", "1,500", "50% to 60%")
+    assert row[7:] == ("0", "48", "8", "12%", "30", "1,500", "50% to 60%")
     table = kernels_table([causal, kernel_record(mask="full", outcome="failed")])
     assert table.rows[0][6] == "failed"
     assert table.caption == "mask causal and full"
