@@ -52,15 +52,12 @@ class SuiteCase:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The words of the command, without where the records go."""
-        flags = itertools.chain.from_iterable(map(self._flag, self.fields, self.fields.values()))
-        return (*self.verb.split(), *flags, *self.options)
-
-    def _flag(self, field: str, values: Values) -> tuple[str, ...]:
-        flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
-        if values is True or field == "compile":
-            return (flag,)
-        several = values if isinstance(values, tuple) else (values,)
-        return (flag, *map(str, several))
+        words = self.verb.split()
+        for field, values in self.fields.items():
+            words.append(_FLAGS.get(field, f"--{field.replace('_', '-')}"))
+            if values is not True and field != "compile":
+                words += map(str, values if isinstance(values, tuple) else (values,))
+        return (*words, *self.options)
 
     @property
     def lab(self) -> tuple[str, ...]:

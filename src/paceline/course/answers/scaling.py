@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+from collections.abc import Iterator
 
 from paceline.core.finding import Finding
 from paceline.course.findings.template import against, make_finding
@@ -75,12 +76,10 @@ def _allocation(decision: Decision) -> Finding:
     )
 
 
-def _methods(decision: Decision) -> list[Finding]:
+def _methods(decision: Decision) -> Iterator[Finding]:
     best, advised = _by(decision, _BEST), _by(decision, _ADVISED)
-    if best is None or advised is None:
-        return []
-    return [
-        make_finding(
+    if best is not None and advised is not None:
+        yield make_finding(
             "lowest_run",
             "Taking the lowest run of each budget, as the hand-out advises, gives {parameters} "
             "parameters at {flops} FLOPs, beside the fitted surface's {fitted_parameters}: "
@@ -92,7 +91,6 @@ def _methods(decision: Decision) -> list[Finding]:
             fitted_parameters=best.parameters.value,
             verdict=against(advised.parameters.value, best.parameters.value),
         )
-    ]
 
 
 def _waste(decision: Decision) -> Finding:

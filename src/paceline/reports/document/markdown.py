@@ -45,10 +45,8 @@ def _section_lines(number: int, section: Section) -> list[str]:
     lines = [f"## {number}. {_text(section.title)}", "", f"`{section.name}`", ""]
     for part in section.parts:
         lines += _part_lines(part)
-    for title, runs in (
-        ("Failed runs:", section.failures),
-        ("Incomplete runs:", section.incomplete),
-    ):
+    attempts = {"Failed runs:": section.failures, "Incomplete runs:": section.incomplete}
+    for title, runs in attempts.items():
         if runs:
             lines += [title, "", *(f"- {_text(run)}" for run in runs), ""]
     return lines

@@ -1,5 +1,7 @@
 """The model of a step's case: its dimensions, its size, and what tells it from others."""
 
+from typing import Any
+
 from paceline.accounting import count_parameters
 from paceline.core.specs import ModelShape
 from paceline.core.units import format_decimal
@@ -12,22 +14,14 @@ _UNNAMED = "custom"
 
 def shape_of(record: Record) -> ModelShape | None:
     """Returns the dimensions of a case's model; None where they are not told."""
-    case = record.case
-    numbers = [value for field in _DIMENSIONS if isinstance(value := case.get(field), int)]
-    if len(numbers) < len(_DIMENSIONS):
+    sizes: dict[str, Any] = {
+        field: value
+        for field in (*_DIMENSIONS, "num_kv_heads", "head_dim")
+        if isinstance(value := record.case.get(field), int)
+    }
+    if not sizes.keys() >= set(_DIMENSIONS):
         return None
-    vocab_size, d_model, d_ff, num_layers, num_heads = numbers
-    heads, width = case.get("num_kv_heads"), case.get("head_dim")
-    return ModelShape(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=heads if isinstance(heads, int) else None,
-        head_dim=width if isinstance(width, int) else None,
-        tied_embeddings=case.get("tied_embeddings") is True,
-    )
+    return ModelShape(**sizes, tied_embeddings=record.case.get("tied_embeddings") is True)
 
 
 def num_parameters(record: Record) -> int:

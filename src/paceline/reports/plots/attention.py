@@ -4,9 +4,8 @@ One implementation is drawn as one picture, a line for each case; several are co
 one for each head dim and dtype, in which an implementation always has the same colour.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,11 +22,7 @@ _LINES: tuple[tuple[str, Literal["-", "--"]], ...] = (("o", "-"), ("s", "--"))
 _MARKER_SIZE = 4.0
 _IMPLEMENTATION_COLORS = dict(zip(get_args(AttentionKind), COLORS, strict=False))
 # Those that store no scores may keep the same to the byte: each shows around the next.
-_IMPLEMENTATION_MARKER_SIZES: dict[AttentionKind, float] = {
-    "tiled": 7.0,
-    "sdpa": 4.5,
-    "triton": 2.5,
-}
+_MARKER_SIZES: dict[AttentionKind, float] = {"tiled": 7.0, "sdpa": 4.5, "triton": 2.5}
 _MOST_COLUMNS = 4
 _PANEL_INCHES = (3.0, 2.6)
 _LEGEND_INCHES = 1.7
@@ -38,8 +33,7 @@ _MARK_HEIGHT = 0.05
 """Of a panel, for the row of marks of an implementation's cases without numbers."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Quantity:
+class _Quantity(NamedTuple):
     """What is drawn: two metrics on one axis."""
 
     name: str
@@ -50,18 +44,10 @@ class _Quantity:
     unit: str
 
 
-TIME = _Quantity(
-    name="time",
-    metrics={"forward": "forward_time_s", "backward": "backward_time_s"},
-    scale=1e3,
-    unit="ms",
-)
-MEMORY = _Quantity(
-    name="memory",
-    metrics={"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"},
-    scale=1 / MIB,
-    unit="MiB",
-)
+_TIMES = {"forward": "forward_time_s", "backward": "backward_time_s"}
+_SIZES = {"saved for backward": "saved_for_backward_bytes", "peak": "peak_bytes"}
+TIME = _Quantity("time", _TIMES, scale=1e3, unit="ms")
+MEMORY = _Quantity("memory", _SIZES, scale=1 / MIB, unit="MiB")
 
 
 def plot_attention(quantity: _Quantity, records: Sequence[Record]) -> Figure:
@@ -169,7 +155,7 @@ def _draw_panel(axes: Axes, records: Sequence[Record], quantity: _Quantity) -> N
         measured = [
             record for record in ordered if record.metrics and record.case["implementation"] == name
         ]
-        size = _IMPLEMENTATION_MARKER_SIZES.get(name, _MARKER_SIZE)
+        size = _MARKER_SIZES.get(name, _MARKER_SIZE)
         _draw_line(axes, measured, quantity, color, name, size)
 
 

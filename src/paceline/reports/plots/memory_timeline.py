@@ -57,10 +57,8 @@ def _draw(axes: Axes, record: Record, unit: int) -> None:
         if f"{phase}_end_s" in metrics:
             end = 1e3 * metrics[f"{phase}_end_s"].value
             axes.axvline(end, color=GRAY, linestyle=":", linewidth=1)
-            style = {
-                "fontsize": "x-small",
-                "rotation": 90 if end - begin < _NARROW * times[-1] else 0,
-            }
+            rotation = 90 if end - begin < _NARROW * times[-1] else 0
+            style = {"fontsize": "x-small", "rotation": rotation}
             middle, across = (begin + end) / 2, axes.get_xaxis_transform()
             axes.text(middle, 0.97, phase, style, transform=across, ha="center", va="top")
             begin = end

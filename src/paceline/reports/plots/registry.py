@@ -11,15 +11,15 @@ from paceline.reports.plots.attention import MEMORY, TIME, plot_attention
 from paceline.reports.plots.collectives import plot_communication
 from paceline.reports.plots.memory_timeline import plot_memory_timeline
 from paceline.reports.plots.optimizer_memory import plot_optimizer_memory
-from paceline.reports.plots.step import plot_precision, plot_step_time, plot_warmup
+from paceline.reports.plots.step import plot_step_time, plot_warmup
 from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
 from paceline.reports.plots.traces import plot_timelines
 
 # Each plot with the kind of record it draws and the field that must vary for it to make sense.
 PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] = {
-    "step-time": ("step", None, plot_step_time),
+    "step-time": ("step", None, partial(plot_step_time, "phase")),
     "warmup": ("step", "warmup", plot_warmup),
-    "precision": ("step", "precision", plot_precision),
+    "precision": ("step", "precision", partial(plot_step_time, "precision")),
     "attention-time": ("attention", "context", partial(plot_attention, TIME)),
     "attention-memory": ("attention", "context", partial(plot_attention, MEMORY)),
     "communication": ("comm", "size_bytes", plot_communication),

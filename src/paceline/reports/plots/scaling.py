@@ -7,7 +7,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paceline.reports.plots.style import COLORS, GRAY, add_label, blank_figure
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blank_figure
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.surface import tokens_for
@@ -154,9 +154,7 @@ def _figure(title: str, fit: ScalingFit, num_panels: int) -> tuple[Figure, list[
         )
     figure.text(0.5, 0.925, text, ha="center", fontsize="x-small", color=GRAY)
     for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
+        add_grid(axes, "both")
     return figure, panels
 
 

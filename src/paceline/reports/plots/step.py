@@ -11,11 +11,9 @@ from paceline.reports.plots.style import COLORS, PHASE_COLORS, add_label, new_fi
 _PHASES = ("forward", "backward", "optimizer")
 
 
-def plot_step_time(
-    records: Sequence[Record], title: str = "Time of one training step by phase"
-) -> Figure:
+def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
     """Draws the phases of each step side by side, with the deviation of the samples."""
-    figure, axes = new_figure(title, records)
+    figure, axes = new_figure(f"Time of one training step by {by}", records)
     _shared, varying = split_fields(records)
     width = 0.8 / len(_PHASES)
     for index, phase in enumerate(_PHASES):
@@ -47,11 +45,6 @@ def plot_step_time(
     axes.legend()
     axes.set_ylabel("time (ms), median ± standard deviation")
     return figure
-
-
-def plot_precision(records: Sequence[Record]) -> Figure:
-    """Draws the phases of each step by precision."""
-    return plot_step_time(records, "Time of one training step by precision")
 
 
 def plot_warmup(records: Sequence[Record]) -> Figure:

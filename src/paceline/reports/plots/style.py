@@ -47,7 +47,7 @@ def blank_figure(title: str, size_inches: tuple[float, float] = _SIZE_INCHES) ->
     return figure
 
 
-def add_grid(axes: Axes, axis: Literal["x", "y"]) -> None:
+def add_grid(axes: Axes, axis: Literal["x", "y", "both"]) -> None:
     """Draws faint lines behind the data, and no frame above or to the right of it."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=axis, alpha=0.3)

@@ -79,25 +79,17 @@ def runs_table(records: Sequence[Record]) -> Table:
     spent = 0.0
     for record in records:
         spent += record.metrics["cost"].value
-        numbers = (
-            record.case["compute_budget"],
-            record.metrics["parameters"].value,
-            record.metrics["tokens"].value,
-            *(record.case[name] for name in details),
-            spent,
-        )
-        rows.append(
-            (
-                *(str(value) if isinstance(value, int) else f"{value:.3g}" for value in numbers),
-                *([f"{record.metrics['final_loss'].value:.4f}"] if has_losses else []),
-            )
-        )
+        sizes = (record.metrics[name].value for name in ("parameters", "tokens"))
+        others = (record.case[name] for name in details)
+        numbers = (record.case["compute_budget"], *sizes, *others, spent)
+        cells = [str(value) if isinstance(value, int) else f"{value:.3g}" for value in numbers]
+        if has_losses:
+            cells.append(f"{record.metrics['final_loss'].value:.4f}")
+        rows.append(tuple(cells))
     names = (name.removeprefix("num_").replace("_", " ") for name in details)
+    headers = ("FLOPs", "parameters", "tokens", *names, "cost so far")
     return Table(
-        headers=(
-            *("FLOPs", "parameters", "tokens", *names, "cost so far"),
-            *(("loss",) if has_losses else ()),
-        ),
+        headers=(*headers, "loss") if has_losses else headers,
         rows=tuple(rows),
         caption=f"{len(rows)} runs",
     )
