@@ -1,6 +1,6 @@
 """What all-reduces say: throughput by message size, by number of ranks, and beside a link."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.finding import Finding
 from paceline.core.units import format_decimal
@@ -14,20 +14,18 @@ _SAME_SIZE = 0.01
 """Sizes are rounded to whole numbers for each rank, so that equal ones differ by less than this."""
 
 
-def all_reduce_findings(records: Sequence[Record], fits: Sequence[Record]) -> list[Finding]:
-    """Tells how throughput depends on size and ranks, and what bounds it; records are by size."""
+def all_reduce_findings(records: Sequence[Record], fits: Sequence[Record]) -> Iterator[Finding]:
+    """Yields how throughput depends on size and ranks, and what bounds it; records are by size."""
     curves = _curves([record for record in records if record.metrics and _bus(record) > 0])
     if not curves:
-        return []
-    findings = []
+        return
     long = [curve for curve in curves.values() if len(curve) > 1]
     for curve in long[:1]:
-        findings.append(_by_size(curve[0], curve[-1]))
-        findings += [_latency(fit, curve[0]) for fit in fits if _covers(fit, curve[0])][-1:]
-    findings += _by_ranks(curves)
+        yield _by_size(curve[0], curve[-1])
+        yield from [_latency(fit, curve[0]) for fit in fits if _covers(fit, curve[0])][-1:]
+    yield from _by_ranks(curves)
     largest = (long or list(curves.values()))[0][-1]
-    findings.append(link_finding(largest, _size(largest), _seconds(largest)))
-    return findings
+    yield link_finding(largest, _size(largest), _seconds(largest))
 
 
 def ranks_and_threads(record: Record) -> tuple[float, float]:
@@ -88,30 +86,28 @@ def _latency(fit: Record, small: Record) -> Finding:
     )
 
 
-def _by_ranks(curves: dict[float, list[Record]]) -> list[Finding]:
+def _by_ranks(curves: dict[float, list[Record]]) -> Iterator[Finding]:
     ends = (min(curves), max(curves))
     few, many = ({_size(each): each for each in curves[ranks]} for ranks in ends)
     shared = few.keys() & many.keys()
     if len(curves) < 2 or not shared:
-        return []
+        return
     first, last = few[max(shared)], many[max(shared)]
     ranks, processors = case_number(last, "world_size"), last.environment.num_processors
     is_crowded = is_loopback(last.case) and ranks > processors
-    return [
-        make_finding(
-            "bandwidth_by_ranks",
-            "From {few_ranks} to {many_ranks} ranks the bus bandwidth of {size} goes from "
-            "{few_bytes_per_s} to {many_bytes_per_s}: {verdict}, where that of a ring over links "
-            "of its own stays.",
-            f"Here {ranks:g} ranks share {processors} processors." if is_crowded else "",
-            few_ranks=case_number(first, "world_size"),
-            many_ranks=ranks,
-            size=_size_text(last),
-            few_bytes_per_s=_bus(first),
-            many_bytes_per_s=_bus(last),
-            verdict=against(_bus(last), _bus(first)),
-        )
-    ]
+    yield make_finding(
+        "bandwidth_by_ranks",
+        "From {few_ranks} to {many_ranks} ranks the bus bandwidth of {size} goes from "
+        "{few_bytes_per_s} to {many_bytes_per_s}: {verdict}, where that of a ring over links of "
+        "its own stays.",
+        f"Here {ranks:g} ranks share {processors} processors." if is_crowded else "",
+        few_ranks=case_number(first, "world_size"),
+        many_ranks=ranks,
+        size=_size_text(last),
+        few_bytes_per_s=_bus(first),
+        many_bytes_per_s=_bus(last),
+        verdict=against(_bus(last), _bus(first)),
+    )
 
 
 def _bus(record: Record) -> float:

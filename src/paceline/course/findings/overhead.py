@@ -1,7 +1,7 @@
 """The equation of bucketed data parallelism with figures put in, measured ones where there are."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -72,44 +72,39 @@ def _is_same_step(without: Record, record: Record) -> bool:
     return join_key(msgspec.structs.replace(without, case=case)) == join_key(record)
 
 
-def overhead_findings(overhead: Overhead) -> list[Finding]:
-    """Tells which buckets are best, each time under what assumption."""
+def overhead_findings(overhead: Overhead) -> Iterator[Finding]:
+    """Yields which buckets are best, each time under what assumption."""
     balanced, *measured = (working.values for working in overhead.working)
-    findings = [
-        make_finding(
-            "overhead_equation",
-            "Bucket k is ready at k t and takes t + o, the last ends at (n + 1) t + n o, and "
-            "backward at n t: the difference, s/(n w) + n o, is the overhead.",
-            "The total time, or the number of buckets by itself, is another figure.",
-        ),
-        make_finding(
-            "best_bucket_balanced",
-            "If computing a bucket takes as long as sending its bytes, as the equation assumes, "
-            "{num_buckets} buckets of {bucket_bytes} are best, with {overhead_s} of overhead.",
-            "Half the latency of a call makes them 1.4 times smaller, twice the bandwidth 1.4 "
-            "times larger."
-            if balanced["num_buckets"] >= 1
-            else "A call takes longer than all bytes: send one bucket.",
-            **balanced,
-        ),
-    ]
+    yield make_finding(
+        "overhead_equation",
+        "Bucket k is ready at k t and takes t + o, the last ends at (n + 1) t + n o, and backward "
+        "at n t: the difference, s/(n w) + n o, is the overhead.",
+        "The total time, or the number of buckets by itself, is another figure.",
+    )
+    yield make_finding(
+        "best_bucket_balanced",
+        "If computing a bucket takes as long as sending its bytes, as the equation assumes, "
+        "{num_buckets} buckets of {bucket_bytes} are best, with {overhead_s} of overhead.",
+        "Half the latency of a call makes them 1.4 times smaller, twice the bandwidth 1.4 times "
+        "larger."
+        if balanced["num_buckets"] >= 1
+        else "A call takes longer than all bytes: send one bucket.",
+        **balanced,
+    )
     if overhead.without is not None:
         (best,), figures, case = measured, overhead.figures, overhead.without.case
-        findings.append(
-            make_finding(
-                "best_bucket_measured",
-                "If gradients become ready evenly over the backward that was measured without "
-                "communication, {backward_s} at batch {batch} and context {context}, where the "
-                "bytes need {sending_s}, {num_buckets} buckets of {bucket_bytes} are best, and "
-                "leave {overhead_s} exposed.",
-                backward_s=_backward_seconds(overhead.without),
-                batch=str(case["batch"]),
-                context=str(case["context"]),
-                sending_s=figures["total_bytes"] / figures["bytes_per_s"],
-                **best,
-            )
+        yield make_finding(
+            "best_bucket_measured",
+            "If gradients become ready evenly over the backward that was measured without "
+            "communication, {backward_s} at batch {batch} and context {context}, where the bytes "
+            "need {sending_s}, {num_buckets} buckets of {bucket_bytes} are best, and leave "
+            "{overhead_s} exposed.",
+            backward_s=_backward_seconds(overhead.without),
+            batch=str(case["batch"]),
+            context=str(case["context"]),
+            sending_s=figures["total_bytes"] / figures["bytes_per_s"],
+            **best,
         )
-    return findings
 
 
 def _backward_seconds(record: Record) -> float:

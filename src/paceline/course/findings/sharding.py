@@ -1,6 +1,6 @@
 """What sharded training says: memory at three instants, and the time of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.finding import Finding
 from paceline.core.strategies import StrategyName
@@ -15,85 +15,73 @@ _PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations"
 _PREDICTED = "predicted_peak_before_step_bytes"
 
 
-def memory_findings(records: Sequence[Record]) -> list[Finding]:
-    """Tells what sharding saves at each instant, and whether the peaks are the predicted ones."""
+def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what sharding saves at each instant, and whether the peaks are the predicted ones."""
     baseline = _find_baseline(records)
     parts = {name: baseline.metrics[f"before_step_{name}_bytes"].value for name in _PARTS}
     largest = max(parts, key=lambda name: parts[name])
-    findings = [
-        make_finding(
-            "unsharded_memory",
-            "Unsharded, a rank peaks at {after_init_bytes} after initialisation, "
-            "{before_step_bytes} before the optimizer step and {after_step_bytes} after it; "
-            "{largest} is the largest part, {largest_bytes}.",
-            after_init_bytes=_peak(baseline, "after_init"),
-            before_step_bytes=_peak(baseline),
-            after_step_bytes=_peak(baseline, "after_step"),
-            largest=largest.replace("_", " "),
-            largest_bytes=parts[largest],
-        )
-    ]
-    findings += [
-        make_finding(
-            "sharded_memory",
-            "{strategy} peaks at {before_step_bytes}, {peak_share} of the unsharded; its optimizer "
-            "state is {state_bytes}, unsharded {unsharded_state_bytes}.",
-            strategy=strategy_text(record),
-            before_step_bytes=_peak(record),
-            peak_share=_peak(record) / _peak(baseline),
-            state_bytes=record.metrics["before_step_optimizer_state_bytes"].value,
-            unsharded_state_bytes=parts["optimizer_state"],
-        )
-        for record in records
-        if record is not baseline
-    ]
+    yield make_finding(
+        "unsharded_memory",
+        "Unsharded, a rank peaks at {after_init_bytes} after initialisation, {before_step_bytes} "
+        "before the optimizer step and {after_step_bytes} after it; {largest} is the largest part, "
+        "{largest_bytes}.",
+        after_init_bytes=_peak(baseline, "after_init"),
+        before_step_bytes=_peak(baseline),
+        after_step_bytes=_peak(baseline, "after_step"),
+        largest=largest.replace("_", " "),
+        largest_bytes=parts[largest],
+    )
+    for record in records:
+        if record is not baseline:
+            yield make_finding(
+                "sharded_memory",
+                "{strategy} peaks at {before_step_bytes}, {peak_share} of the unsharded; its "
+                "optimizer state is {state_bytes}, unsharded {unsharded_state_bytes}.",
+                strategy=strategy_text(record),
+                before_step_bytes=_peak(record),
+                peak_share=_peak(record) / _peak(baseline),
+                state_bytes=record.metrics["before_step_optimizer_state_bytes"].value,
+                unsharded_state_bytes=parts["optimizer_state"],
+            )
     predicted = [record for record in records if _PREDICTED in record.metrics]
     if predicted:
         worst = max(predicted, key=lambda record: abs(_peak(record) / _predicted(record) - 1))
-        findings.append(
-            make_finding(
-                "peak_prediction",
-                "The peak furthest from its prediction is {strategy}'s: {peak_bytes}, where "
-                "{predicted_bytes} was predicted: {verdict}.",
-                strategy=strategy_text(worst),
-                peak_bytes=_peak(worst),
-                predicted_bytes=_predicted(worst),
-                verdict=against(_peak(worst), _predicted(worst)),
-            )
+        yield make_finding(
+            "peak_prediction",
+            "The peak furthest from its prediction is {strategy}'s: {peak_bytes}, where "
+            "{predicted_bytes} was predicted: {verdict}.",
+            strategy=strategy_text(worst),
+            peak_bytes=_peak(worst),
+            predicted_bytes=_predicted(worst),
+            verdict=against(_peak(worst), _predicted(worst)),
         )
-    return findings
 
 
-def time_findings(records: Sequence[Record]) -> list[Finding]:
-    """Tells what sharding does to the time of a step and of the optimizer."""
+def time_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what sharding does to the time of a step and of the optimizer."""
     baseline = _find_baseline(records)
-    findings = [
-        make_finding(
-            "step_against_unsharded",
-            "A step of {strategy} takes {step_s}, {step_ratio} as long as the unsharded "
-            "{unsharded_step_s}; its optimizer takes {optimizer_ratio} as long.",
-            strategy=strategy_text(record),
-            step_s=step_seconds(record),
-            step_ratio=compare(record.metrics["step_time_s"], baseline.metrics["step_time_s"]),
-            unsharded_step_s=step_seconds(baseline),
-            optimizer_ratio=compare(
-                record.metrics["optimizer_time_s"], baseline.metrics["optimizer_time_s"]
-            ),
-        )
-        for record in records
-        if record is not baseline
-    ]
-    return [
-        *findings,
-        make_finding(
-            "sharding_tradeoff",
-            "Sharding divides the optimizer's work among {world_size} ranks and adds an all-gather "
-            "of the new parameters: which of the two wins depends on the link.",
-            "The strategies ran one after the other here; paceline bench ddp measures them in "
-            "turn, for fine differences.",
-            world_size=case_number(baseline, "world_size"),
-        ),
-    ]
+    before = baseline.metrics
+    for record in records:
+        if record is not baseline:
+            after = record.metrics
+            yield make_finding(
+                "step_against_unsharded",
+                "A step of {strategy} takes {step_s}, {step_ratio} as long as the unsharded "
+                "{unsharded_step_s}; its optimizer takes {optimizer_ratio} as long.",
+                strategy=strategy_text(record),
+                step_s=step_seconds(record),
+                step_ratio=compare(after["step_time_s"], before["step_time_s"]),
+                unsharded_step_s=step_seconds(baseline),
+                optimizer_ratio=compare(after["optimizer_time_s"], before["optimizer_time_s"]),
+            )
+    yield make_finding(
+        "sharding_tradeoff",
+        "Sharding divides the optimizer's work among {world_size} ranks and adds an all-gather of "
+        "the new parameters: which of the two wins depends on the link.",
+        "The strategies ran one after the other here; paceline bench ddp measures them in turn, "
+        "for fine differences.",
+        world_size=case_number(baseline, "world_size"),
+    )
 
 
 def _find_baseline(records: Sequence[Record]) -> Record:

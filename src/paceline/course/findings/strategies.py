@@ -1,13 +1,13 @@
 """What the steps of data-parallel strategies say: communication after backward, and during it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.finding import Finding
 from paceline.course.findings.links import link_finding
 from paceline.course.findings.template import ALIKE, make_finding, standing
 from paceline.records import Record, join_key
 from paceline.records.links import is_loopback
-from paceline.reports.evidence.fields import strategy_text
+from paceline.reports.evidence.fields import case_number, strategy_text
 from paceline.reports.evidence.strategies import (
     EXPOSED,
     exposed_seconds,
@@ -24,75 +24,67 @@ _RIVALS = {
 }
 
 
-def naive_findings(group: Sequence[Record]) -> list[Finding]:
-    """Tells what one all-reduce per parameter costs, beside a step without communication."""
+def naive_findings(group: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what one all-reduce per parameter costs, beside a step without communication."""
     (naive,) = of_strategies(group, "naive")
     step_s, exposed_s = step_seconds(naive), exposed_seconds(naive)
-    findings = [
-        make_finding(
-            "exposed_communication",
-            "Of a step of {step_s}, {exposed_s} ({exposed_share}) are exposed communication: "
-            "{num_messages} all-reduces, one per parameter, when backward is over.",
-            step_s=step_s,
-            exposed_s=exposed_s,
-            exposed_share=exposed_s / step_s,
-            num_messages=naive.metrics["num_messages"].value,
-        )
-    ]
-    findings += [_against_none(naive, none) for none in of_strategies(group, "none")]
+    yield make_finding(
+        "exposed_communication",
+        "Of a step of {step_s}, {exposed_s} ({exposed_share}) are exposed communication: "
+        "{num_messages} all-reduces, one per parameter, when backward is over.",
+        step_s=step_s,
+        exposed_s=exposed_s,
+        exposed_share=exposed_s / step_s,
+        num_messages=naive.metrics["num_messages"].value,
+    )
+    yield from (_against_none(naive, none) for none in of_strategies(group, "none"))
     gradient_bytes = naive.metrics["gradient_bytes"].value
     if exposed_s > 0 and gradient_bytes > 0:
-        findings.append(link_finding(naive, gradient_bytes, exposed_s))
-    return findings
+        yield link_finding(naive, gradient_bytes, exposed_s)
 
 
-def flat_findings(group: Sequence[Record]) -> list[Finding]:
-    """Tells what one all-reduce for everything gains: the same bytes, fewer calls, a copy more."""
+def flat_findings(group: Sequence[Record]) -> Iterator[Finding]:
+    """Yields what one all-reduce for everything gains: the same bytes, fewer calls, a copy more."""
     naive, flat = of_strategies(group, "naive", "flat")
-    return [
-        make_finding(
-            "flat_step",
-            "One all-reduce instead of {num_messages} takes the step from {naive_step_s} to "
-            "{flat_step_s}, {ratio}.",
-            num_messages=naive.metrics["num_messages"].value,
-            naive_step_s=step_seconds(naive),
-            flat_step_s=step_seconds(flat),
-            ratio=strategy_ratio(flat, naive),
-        ),
-        make_finding(
-            "flat_exposed_communication",
-            "Exposed communication goes from {naive_exposed_s} to {flat_exposed_s}, {ratio}: the "
-            "latency of calls against the copy of all gradients.",
-            "All of it is after backward: only overlap can hide it.",
-            naive_exposed_s=exposed_seconds(naive),
-            flat_exposed_s=exposed_seconds(flat),
-            ratio=strategy_ratio(flat, naive, EXPOSED),
-        ),
-    ]
+    yield make_finding(
+        "flat_step",
+        "One all-reduce instead of {num_messages} takes the step from {naive_step_s} to "
+        "{flat_step_s}, {ratio}.",
+        num_messages=naive.metrics["num_messages"].value,
+        naive_step_s=step_seconds(naive),
+        flat_step_s=step_seconds(flat),
+        ratio=strategy_ratio(flat, naive),
+    )
+    yield make_finding(
+        "flat_exposed_communication",
+        "Exposed communication goes from {naive_exposed_s} to {flat_exposed_s}, {ratio}: the "
+        "latency of calls against the copy of all gradients.",
+        "All of it is after backward: only overlap can hide it.",
+        naive_exposed_s=exposed_seconds(naive),
+        flat_exposed_s=exposed_seconds(flat),
+        ratio=strategy_ratio(flat, naive, EXPOSED),
+    )
 
 
-def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -> list[Finding]:
-    """Tells how the best bucket size fares against the other strategies and the model."""
+def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -> Iterator[Finding]:
+    """Yields how the best bucket size fares against the other strategies and the model."""
     buckets = of_strategies(records, "bucketed")
     best = min(buckets, key=step_seconds)
-    findings = [_best_bucket(best, buckets), _exposed(best)]
-    findings += [_against_none(best, none) for none in of_strategies(records, "none")]
+    yield _best_bucket(best, buckets)
+    yield _exposed(best)
+    yield from (_against_none(best, none) for none in of_strategies(records, "none"))
     for strategy in _RIVALS:
-        rivals = of_strategies(records, strategy)
-        if rivals:
-            findings.append(_against(best, min(rivals, key=step_seconds)))
-    findings.append(_prediction(buckets, predictions))
+        if rivals := of_strategies(records, strategy):
+            yield _against(best, min(rivals, key=step_seconds))
+    yield _prediction(buckets, predictions)
     if is_loopback(best.case):
-        findings.append(
-            make_finding(
-                "loopback",
-                "On one host, {world_size} ranks send with the processors that compute, so there "
-                "is little to hide communication behind.",
-                "For claims about overlap, use links (paceline lab run) or GPUs.",
-                world_size=float(str(best.case["world_size"])),
-            )
+        yield make_finding(
+            "loopback",
+            "On one host, {world_size} ranks send with the processors that compute, so there is "
+            "little to hide communication behind.",
+            "For claims about overlap, use links (paceline lab run) or GPUs.",
+            world_size=case_number(best, "world_size"),
         )
-    return findings
 
 
 def _best_bucket(best: Record, buckets: Sequence[Record]) -> Finding:
