@@ -1,10 +1,12 @@
-"""Shapes and types of the numerical rooms are checked at run time, in tests only."""
+"""Threads, Triton's interpreter, and shapes of the numerical rooms checked at run time."""
 
 import os
 
 import jaxtyping
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # Workers have a core each; more threads would only spin.
 if not torch.cuda.is_available():
     # Triton looks when it is first imported: its kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

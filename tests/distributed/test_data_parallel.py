@@ -1,6 +1,7 @@
 """Every container against one process with all data, with different data on every rank."""
 
 import copy
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -47,9 +48,11 @@ def _train(rank: int, world_size: int, model: str, container: str) -> None:
         require_equal(ours, oracle)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("model", "world_size"),
+    [*itertools.product(MODELS, (2, 3)), *itertools.product(("layered", "tied"), (1, 4))],
+)
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("model", MODELS)
 def test_training_equals_one_process(
     rank_pool: Pools, model: str, container: str, world_size: int
 ) -> None:

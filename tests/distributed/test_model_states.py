@@ -119,14 +119,14 @@ def _memory(
 @pytest.mark.parametrize(
     ("strategy", "precision", "checkpointing", "attention"),
     [
-        ("none", "float32", "none", "naive"),
         ("bucketed", "float32", "none", "sdpa"),
         ("torch_ddp", "bfloat16", "none", "sdpa"),
-        ("sharded", "float32", "none", "sdpa"),
         ("sharded", "float32", "full", "sdpa"),
         ("fully_sharded", "float32", "none", "sdpa"),
-        ("fully_sharded", "float32", "full", "sdpa"),
-        ("torch_fsdp2", "float32", "none", "sdpa"),
+        pytest.param("none", "float32", "none", "naive", marks=pytest.mark.slow),
+        pytest.param("sharded", "float32", "none", "sdpa", marks=pytest.mark.slow),
+        pytest.param("fully_sharded", "float32", "full", "sdpa", marks=pytest.mark.slow),
+        pytest.param("torch_fsdp2", "float32", "none", "sdpa", marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_on_two_ranks(

@@ -23,6 +23,9 @@ EXAMPLE = str(ROOT / "examples" / "all_reduce.py")
 PYTHON = sys.executable
 BIN = pathlib.Path(sys.executable).parent
 
+# What is left behind is looked for on the whole machine: nobody else uses the lab meanwhile.
+pytestmark = pytest.mark.xdist_group("lab")
+
 
 def _lab_is_possible() -> str | None:
     try:
