@@ -217,6 +217,7 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     overhead = ["--size", "100MB", "--bandwidth", "1GB/s", "--latency", "1ms"]
     (line,) = paceline("plan", "overhead", *overhead, "--json", cwd=tmp_path).stdout.splitlines()
     assert json.loads(line)["values"]["overhead_s"] == pytest.approx(0.02)
+    assert set(json.loads(line)["steps"][0]) == {"formula", "numbers", "result"}
 
 
 @pytest.mark.parametrize(

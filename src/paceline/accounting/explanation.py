@@ -6,7 +6,7 @@ bandwidth differ from the right ones by an assumption that nobody wrote down.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,8 @@ _SUM, _PRODUCT, _ATOM = 1, 2, 4
 """How tightly parts of a formula bind; in between lies what stands right of - or /."""
 
 
-class WorkedLine(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class WorkedLine:
     """One line of working."""
 
     formula: str
