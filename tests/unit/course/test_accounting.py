@@ -16,7 +16,7 @@ FREE |= {"tensor_add": 10.4181, "tensor_overlap": 20.8362}
 RIGHT = (STATES, SHARDED, FIXED, FREE)
 
 
-def test_every_answer_is_right_and_shows_its_working() -> None:
+def test_every_answer_is_right_and_shows_its_working_and_other_models_are_refused() -> None:
     for explanation, right in zip(account(model_preset("xxl")), RIGHT, strict=True):
         assert explanation.values == pytest.approx(right, rel=1e-5)
         text = explanation.render()
@@ -24,8 +24,5 @@ def test_every_answer_is_right_and_shows_its_working() -> None:
         for step in explanation.steps:
             assert step.formula in text
             assert step.result in text
-
-
-def test_other_models_are_refused() -> None:
     with pytest.raises(ShapeError, match="such as xxl"):
         account(model_preset("small"))

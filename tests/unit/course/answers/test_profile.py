@@ -17,7 +17,6 @@ from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges
 pytestmark = pytest.mark.usefixtures("no_pictures")
 MIB = 2**20
 LAPTOP, SERVER = map(record_factory.profile_environment, ("laptop", "server"))
-TOMORROW = record_factory.profile_environment(time=LATE)
 # A profile stamps its records one by one, so they may be a second apart.
 NEXT_SECOND = record_factory.profile_environment(time=EARLY.replace("00+", "01+", 1))
 
@@ -158,7 +157,8 @@ LOWER = [*_memory(**STATES, activations=90, temporary=20), *_memory(**HALF, **LO
 LOWER += _memory(**HALF, **STATES, activations=85)
 PHASES = [*_memory(phase="forward", other=30, **STATES), *_memory(**STATES)]
 PEAK, CONTEXT, PRECISION = "train_peak", "train_peak_by_context", "train_peak_in_bfloat16"
-LARGEST, SERVED, LATER = "largest_allocation", (1, MIB, SERVER), (3, MIB, TOMORROW)
+LARGEST, SERVED = "largest_allocation", (1, MIB, SERVER)
+LATER = (3, MIB, record_factory.profile_environment(time=LATE))
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,12 @@ NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
         (COMPILED, GAINED, {WHOLE_STEP: {"ratio": 5 / 6, "forward_ratio": 0.5, "says": ": less)"}}),
         (COMPILED, GAINED, {WHOLE_STEP: {"step_time_s": 0.5, "plain_step_time_s": 0.6}}),
         (COMPILED, [_step(**ONE), _step(**ONE, **WHOLE)], {WHOLE_STEP: {"says": FEW}}),
+        # Without times, or a baseline of the same model, nothing is answered.
+        (SIZED, [_step(0.0)], {}),
+        (SIZED, [msgspec.structs.replace(_step(), metrics={"step_time_s": Metric(value=1.0)})], {}),
+        (SIZED, [LOST], {}),
+        (HALVED, [_step(**CUSTOM), _step(**LARGE, **HALF)], {}),
+        (COMPILED, [_step(**CUSTOM), _step(**LARGE, **WHOLE)], {}),
     ],
 )
 def test_findings(answer: Any, records: list[Record], expected: Any) -> None:
@@ -123,11 +129,3 @@ def test_warmup(cold: Sequence[float], first_step: Any) -> None:
     texts = [each.message for each in blocks[0].findings if "median" in each.message]
     assert ["± unknown" in text for text in texts] == [len(cold) == 1, False]
     check(step.answer_warmup, records[:2], {})
-
-
-def test_without_times_or_a_baseline_of_the_same_model_nothing_is_answered() -> None:
-    partly = msgspec.structs.replace(_step(), metrics={"step_time_s": Metric(value=1.0)})
-    for record in (_step(0.0), partly, LOST):
-        check(SIZED, [record], {})
-    check(HALVED, [_step(**CUSTOM), _step(**LARGE, **HALF)], {})
-    check(COMPILED, [_step(**CUSTOM), _step(**LARGE, **WHOLE)], {})

@@ -5,8 +5,6 @@ from paceline.records import Record
 from paceline.reports.plots.registry import draw
 from tests.unit.record_factory import attention_record
 
-IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "triton")
-
 
 def record(implementation: str, context: int = 256, **case: Any) -> Record:
     case = {"dtype": "float32", **case}
@@ -44,10 +42,11 @@ def test_widths_are_columns_and_formats_rows() -> None:
 
 
 def test_an_implementation_keeps_its_colour_and_a_pass_its_dashes() -> None:
-    together = draw("attention-time", [record(name) for name in IMPLEMENTATIONS])
+    names = ("naive", "tiled", "sdpa", "triton")
+    together = draw("attention-time", [record(name) for name in names])
     every = lines_by_label(together.axes[0])
-    assert len({line.get_color() for line in every.values()}) == len(IMPLEMENTATIONS)
-    dashes = [every[f"{name}, sdpa"].get_linestyle() for name in ("forward", "backward")]
+    assert len({line.get_color() for line in every.values()}) == len(names)
+    dashes = [every[f"{line}, sdpa"].get_linestyle() for line in ("forward", "backward")]
     assert dashes == ["-", "--"]
     for pair in (("sdpa", "triton"), ("triton", "naive")):
         figure = draw("attention-time", [record(name) for name in pair])

@@ -23,11 +23,9 @@ def test_a_bar_for_every_phase_is_divided_by_kind_of_work() -> None:
     assert axes.get_xlabel() == "own time of operators (ms)"
     assert axes.get_title() == "a$b$"
     assert not axes.title.get_parse_math()
-
-
-def test_small_kinds_of_work_share_one_colour() -> None:
+    # Small kinds of work share one colour.
     forward = {(f"work {number}", "x"): (10.0 - number, 1.0, 0.0) for number in range(9)}
-    axes = drawn({"forward": forward}, "s")
-    bars = {str(bars.get_label()): bars[0].get_width() for bars in axes.containers}
-    assert list(bars) == [*(f"work {number}" for number in range(5)), "the rest"]
-    assert sum(bars.values()) == pytest.approx(1e3 * sum(row[0] for row in forward.values()))
+    containers = drawn({"forward": forward}, "s").containers
+    widths = {str(bars.get_label()): bars[0].get_width() for bars in containers}
+    assert list(widths) == [*(f"work {number}" for number in range(5)), "the rest"]
+    assert sum(widths.values()) == pytest.approx(1e3 * sum(row[0] for row in forward.values()))

@@ -125,11 +125,13 @@ def test_strategies_are_phases_that_add_up_and_bucket_sizes_stand_beside_the_clo
     # sqrt(4e8 * 1e10 * 1e-4) = 2e7 bytes.
     assert balanced.get_xdata()[0] == pytest.approx(2e7 / 2**20)
     assert len(axes.containers) == 2
+    quartiles = axes.containers[1][2][0].get_segments()[1]
+    assert quartiles[:, 1] == pytest.approx([0.85 * 25, 1.4 * 25])
     assert axes.get_xlabel() == "bucket size (MiB)"
     assert axes.get_ylabel() == "exposed communication (ms)"
 
 
-def test_traced_steps_have_lanes_for_every_rank_and_their_exposed_time() -> None:
+def test_traced_steps_have_lanes_their_exposed_time_and_stacked_memory() -> None:
     flat, bucketed = draw("timelines", TRACED).axes
     lanes = ["rank 0 computes", "rank 0 sends", "rank 1 computes", "rank 1 sends"]
     assert texts(flat.get_yticklabels()) == lanes
@@ -137,9 +139,7 @@ def test_traced_steps_have_lanes_for_every_rank_and_their_exposed_time() -> None
     assert flat.get_title(loc="left") == "flat: a step of 420 ms"
     assert "exposed: 100 ms" in texts(flat.texts)
     assert "exposed: 20 ms" in texts(bucketed.texts)
-
-
-def test_memory_over_time_is_stacked_on_one_scale() -> None:
+    # Memory over time is on one scale.
     forward, train = draw("memory-timeline", TRACED).axes
     assert forward.get_ylim() == train.get_ylim()
     assert forward.get_title(loc="left") == "forward: peak 6.00 MiB"

@@ -25,16 +25,13 @@ def test_pictures_are_reproducible_and_drawn_without_minima_too(found: ScalingFi
         plot(edge)
 
 
-def test_laws_reach_1e24_and_show_every_method(found: ScalingFit) -> None:
+def test_laws_reach_1e24_residuals_are_in_per_cent_and_minima_marked(found: ScalingFit) -> None:
     panels = plot_laws(found).axes
     assert all(axes.get_xlim()[1] >= 1e24 for axes in panels)
     lines, labels = panels[0].get_legend_handles_labels()
     assert labels == [method.method for method in found.methods]
     budgets, sizes = lines[labels.index("parametric")].get_data()  # type: ignore[attr-defined]
     assert sizes == pytest.approx(SURFACE.optimal_parameters(budgets), rel=0.3)
-
-
-def test_profiles_mark_each_minimum_and_residuals_are_in_per_cent(found: ScalingFit) -> None:
     residuals = [y for line in plot_residuals(found).axes[0].lines for y in line.get_ydata()]
     assert 0.3 < max(residuals) < 3, "of 0.3% of noise"
     (axes,) = plot_profiles(found).axes

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -50,12 +50,16 @@ def test_what_is_not_known_is_not_applicable() -> None:
     assert [row["FLOP/s"] for row in rows] == ["n/a", "3.2 G"]
 
 
-def test_memory_is_a_view_of_its_own() -> None:
+def test_memory_is_a_view_of_its_own_and_a_table_has_one_kind() -> None:
     (row,) = rows_by_header(records_table([step_record()], "memory"))
     instants = ("after init", "before optimizer", "in optimizer")
     assert row == dict(zip(instants, ("1.00 GiB", "3.00 GiB", "2.00 GiB"), strict=True))
     with pytest.raises(UsageError, match="'attention' have no memory view"):
         records_table([attention_record(256, 16)], "memory")
+    with pytest.raises(UsageError, match=r"attention, step; choose with --kind"):
+        records_table([step_record(), attention_record(256, 16)])
+    with pytest.raises(UsageError, match="no records"):
+        records_table([])
 
 
 def test_a_prediction_stands_with_its_error_beside_the_case_that_it_is_of() -> None:
@@ -128,6 +132,7 @@ FIGURES = ("15.3 ± 1.5", "torch_ddp", "[red]x")
     ),
     st.integers(24, 120),
 )
+@example([(1, *["n/a"] * 7)], 40)
 def test_a_terminal_shows_every_figure_whole_and_in_its_row(
     cells: list[tuple[Any, ...]], width: int
 ) -> None:
@@ -197,10 +202,3 @@ def test_columns_show_their_metrics_in_their_units(case: str) -> None:
     record = make_record(kind, {name: float(number) for name, number in numbers.items()}, **fields)
     cells = rows_by_header(records_table([record]))[0].items()
     assert ", ".join(f"{header} {cell}" for header, cell in cells) == shown
-
-
-def test_one_table_has_one_kind() -> None:
-    with pytest.raises(UsageError, match=r"attention, step; choose with --kind"):
-        records_table([step_record(), attention_record(256, 16)])
-    with pytest.raises(UsageError, match="no records"):
-        records_table([])
