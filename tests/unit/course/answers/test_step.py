@@ -82,7 +82,9 @@ NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
         (SIZED, UNSTEADY, {SPREAD: {"spread_share": 1.041, "says": UNSTEADY_TEXTS}}),
         (SIZED, [_step()], {SPREAD: {"spread_share": 0.00707, "says": "of small.", "remedy": ""}}),
         (SIZED, FASTER, {RATE: {"step_time_ratio": 2, "says": ["(+100%)", "larger batch"]}}),
-        (SIZED, FASTER, {RATE: {"parameter_ratio": 8.79, "first_flops_per_s": 1e9}}),
+        (SIZED, FASTER, {RATE: {"first_flops_per_s": 1e9, "last_flops_per_s": 2e9}}),
+        # The largest group of those at one place answers.
+        (SIZED, [*FASTER, _step(batch=8)], {RATE: {"parameter_ratio": 8.79}}),
         (SIZED, SLOWER, {RATE: {"says": ["95 k parameters) to custom (835 k", "(-50%)."]}}),
         (SIZED, [_step(), _step(**HALF), _step(**HALF, num_layers=3)], {RATE: None}),
         (SIZED, [_step()], {OPTIMIZER: {"optimizer_bytes_per_s": 280 * 95_040, "says": "unknown"}}),
