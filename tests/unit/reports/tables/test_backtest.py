@@ -16,14 +16,11 @@ STEP = {"model": "small", "batch": "2", "context": "32"}
 
 def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction:
     """Returns a case of one second, whose interval is a tenth of the prediction."""
-    return HeldOutPrediction(
-        case=BacktestCase(
-            labels={"ranks": "2", "link": link, "strategy": strategy, **STEP},
-            terms={term: 0.1 for group in GROUPS.values() for term in group},
-            measured_s=1.0,
-        ),
-        predicted=Estimate(value=predicted_s, low=0.9 * predicted_s, high=1.1 * predicted_s),
-    )
+    labels = {"ranks": "2", "link": link, "strategy": strategy, **STEP}
+    terms = {term: 0.1 for group in GROUPS.values() for term in group}
+    case = BacktestCase(labels=labels, terms=terms, measured_s=1.0)
+    predicted = Estimate(value=predicted_s, low=0.9 * predicted_s, high=1.1 * predicted_s)
+    return HeldOutPrediction(case=case, predicted=predicted)
 
 
 LINKS = ("loopback", "1 Gbit/s")

@@ -3,30 +3,21 @@
 import pytest
 
 from paceline.core.errors import UsageError
+from paceline.records import Record
 from paceline.reports.tables import profile
 from paceline.reports.tables.table import Table
 from tests.unit.record_factory import make_record, memory_record, prediction_of
 
-RECORDS = [
-    make_record(
-        "operator",
-        {"own_time_s": own_time_s, "share": 0.25, "num_calls": 3, "flops": flops},
-        subject="s",
-        range=range_name,
-        work=work,
-        operator=operator,
-    )
-    for range_name, work, operator, own_time_s, flops in (
-        ("forward", "matmul", "all", 0.2, 2e9),
-        ("forward", "matmul", "aten::mm", 0.2, 2e9),
-        ("optimizer", "elementwise", "all", 0.3, 0.0),
-        ("attention_scores", "matmul", "all", 0.05, 1e9),
-        ("attention_softmax", "softmax", "all", 0.04, 0.0),
-        ("attention_values", "matmul", "all", 0.06, 1e9),
-    )
-]
+
+def _row(phase: str, work: str, own_time_s: float, flops: float, operator: str = "all") -> Record:
+    metrics = {"own_time_s": own_time_s, "share": 0.25, "num_calls": 3, "flops": flops}
+    return make_record("operator", metrics, subject="s", range=phase, work=work, operator=operator)
 
 
+RECORDS = [_row("forward", "matmul", 0.2, 2e9), _row("forward", "matmul", 0.2, 2e9, "aten::mm")]
+RECORDS += [_row("optimizer", "elementwise", 0.3, 0), _row("attention_scores", "matmul", 0.05, 1e9)]
+RECORDS += [_row("attention_softmax", "softmax", 0.04, 0)]
+RECORDS += [_row("attention_values", "matmul", 0.06, 1e9)]
 MEASURED = memory_record(phase="train", context=64, precision="float32")
 FLOPS = [*RECORDS, prediction_of(RECORDS[0], {"flops": 1.6e9})]
 MEMORY = [MEASURED, prediction_of(MEASURED, {"peak_bytes": 2**20})]
