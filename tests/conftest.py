@@ -1,9 +1,11 @@
-"""Threads, Triton's interpreter, and shapes of the numerical rooms checked at run time."""
+"""How tests share the machine, and shapes of the numerical rooms checked at run time."""
 
 import os
+from typing import Any
 
 import jaxtyping
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # Workers have a core each; more threads would only spin.
@@ -18,3 +20,24 @@ with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.bear
     import paceline.kernels
     import paceline.kernels.attention.tiled
     import paceline.models  # noqa: F401
+
+_TOGETHER = {
+    # What is left behind is looked for on the whole machine: nobody else uses the lab meanwhile.
+    "tests/distributed/test_sessions.py": "lab",
+    "tests/end_to_end/test_tutorial.py": "lab",
+    # The report is built once.
+    "tests/end_to_end/test_report_build.py": "report",
+}
+"""Files whose tests run one after another in one worker, and the name of what they share."""
+
+
+class _OneByOne(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each worker the next test, or the next group of tests that belong together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _TOGETHER.get(nodeid.partition("::")[0], nodeid)
+
+
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> _OneByOne:
+    """Takes the place of ``--dist loadgroup``, which pytest 9 and xdist 3.8 ignore."""
+    return _OneByOne(config, log)

@@ -19,8 +19,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1280, 390)
 
-pytestmark = pytest.mark.xdist_group("report")  # It is built once.
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
