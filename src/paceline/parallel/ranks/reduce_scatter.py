@@ -125,9 +125,14 @@ class ReduceScatter(Pending):
             target.add_(summand)
 
 
+def works_in_place(device: torch.device) -> bool:
+    """Whether the device's backend has both collectives as one call each, in place."""
+    return device.type == "cuda"
+
+
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ranks send to each other, so that both collectives may mix in any order."""
-    return device.type != "cuda" and dist.get_world_size(group) <= _MOST_PEERS
+    return not works_in_place(device) and dist.get_world_size(group) <= _MOST_PEERS
 
 
 def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
@@ -136,7 +141,7 @@ def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceSca
     rows = message.view(num_ranks, message.numel() // num_ranks)
     if num_ranks == 1:
         return ReduceScatter(message, [rows[0]], [])
-    if message.device.type == "cuda":
+    if works_in_place(message.device):
         work = reduce_scatter_single(rows[rank], message, group=group, async_op=True)
         return ReduceScatter(message, [rows[rank]], [work])
     if not sends_directly(group, message.device):
@@ -188,7 +193,7 @@ def _gather_by_collectives(
     own = shards[dist.get_rank(group)]
     if len({shard.numel() for shard in shards}) == 1:
         return [all_gather_single(flat, own, group=group, async_op=True)]
-    if flat.device.type == "cuda":
+    if works_in_place(flat.device):
         return [dist.all_gather(shards, own, group=group, async_op=True)]
     # gloo gathers equal shards only.
     return [
