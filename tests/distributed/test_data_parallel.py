@@ -382,7 +382,7 @@ def _state(rank: int, _world_size: int) -> None:
     assert list(outer.state_dict()) == [f"inner.{name}" for name in oracle.state_dict()]
     outer.load_state_dict({f"inner.{name}": value for name, value in oracle.state_dict().items()})
     names = [name for name, _ in ours.named_parameters()]
-    assert names == [f"module.{name}" for name, _ in oracle.named_parameters()]
+    assert names == [name for name, _ in oracle.named_parameters()]
 
 
 def test_state_has_the_names_of_the_inner_module(rank_pool: Pools) -> None:

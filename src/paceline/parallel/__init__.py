@@ -12,7 +12,8 @@ from paceline.parallel.ranks.launch import RankError, RankPool, run_ranks
 from paceline.parallel.ranks.placement import Placement, is_launched
 from paceline.parallel.ranks.session import CollectiveError, Session, distributed_session
 from paceline.parallel.reducer.backward_pass import SynchronizationStats
-from paceline.parallel.reducer.base import DataParallel, UnusedParameter
+from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter
 from paceline.parallel.reducer.overlap_warnings import OverlapWarning
 from paceline.parallel.reducer.same_model import DisagreementError
 from paceline.parallel.reducer.synchronizer import SynchronizationError
@@ -24,6 +25,7 @@ __all__ = [
     "BucketedDataParallel",
     "CollectiveError",
     "DataParallel",
+    "DataParallelContainer",
     "DisagreementError",
     "FlatDataParallel",
     "FullyShardedDataParallel",

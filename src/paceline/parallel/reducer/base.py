@@ -8,9 +8,7 @@ Training loops need not know the container: gradients are right when ``backward(
 `finish_gradient_synchronization`, which the courses' loops call, finds nothing left to do then.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +24,9 @@ from paceline.parallel.reducer.backward_pass import (
     SynchronizationStats,
     current_pass,
 )
+from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
+from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import (
     persistent_buffers,
     require_supported,
@@ -34,21 +34,11 @@ from paceline.parallel.reducer.module_checks import (
     tensors_in,
 )
 from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
-from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy, Settings, SyncState
+from paceline.parallel.reducer.settings import LaunchPolicy, Settings
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnusedParameter:
-    """A parameter that had no gradient in the last synchronised backward pass."""
-
-    name: str
-    """As the module calls it."""
-    ranks: tuple[int, ...]
-    """Ranks of the group on which it had none."""
-
-
-class DataParallel(nn.Module):
+class DataParallel(DataParallelContainer):
     """A module whose gradients are averaged over the ranks of a group.
 
     Args:
@@ -76,17 +66,15 @@ class DataParallel(nn.Module):
         reduction_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(module, resolve_group(process_group), require_supported(module))
         if reduction_dtype is not None and not reduction_dtype.is_floating_point:
             raise UsageError(
                 f"reduction_dtype must be a floating-point dtype, got {reduction_dtype}"
             )
-        self.module = module
         self._cap_bytes = cap_bytes
-        self._sync_state = SyncState()
         self._settings = Settings(
-            group_reference=GroupReference(resolve_group(process_group)),
-            device=require_supported(module),
+            group_reference=self._group_reference,
+            device=self._device,
             launch=launch,
             reduction_dtype=reduction_dtype,
         )
@@ -101,18 +89,6 @@ class DataParallel(nn.Module):
             self._build()
             if broadcast_buffers:
                 self._state_buffers = list(persistent_buffers(module))
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
-        return self._settings.group
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is anyone to average with."""
-        return dist.get_world_size(self.process_group) > 1
 
     @property
     def _synchronizes(self) -> bool:
@@ -135,19 +111,6 @@ class DataParallel(nn.Module):
         )
         return output
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keeps gradients local: what is computed inside is averaged with the next pass outside.
-
-        A pass is left out if its forward or its backward lies inside.
-        """
-        before = self._sync_state.synchronize
-        self._sync_state.synchronize = False
-        try:
-            yield
-        finally:
-            self._sync_state.synchronize = before
-
     def finish_gradient_synchronization(self) -> None:
         """Makes sure that gradients are averaged; does nothing where they are already.
 
@@ -160,26 +123,6 @@ class DataParallel(nn.Module):
             self._synchronizer.begin(average=True)
             self._synchronizer.take_part()
         self._synchronizer.finish()
-
-    def set_gradient_weight(self, weight: float) -> None:
-        """Sets what this rank's next averaged gradients count for, such as its number of tokens.
-
-        Call it on all ranks, before backward. The average over ranks of mean losses is not the
-        mean over all tokens where ranks hold different numbers of them; weighted, it is. If all
-        weights are zero, all ranks count alike.
-
-        Args:
-            weight: Not negative.
-        """
-        if not weight >= 0:
-            raise UsageError(f"a gradient's weight must not be negative, got {weight}")
-        if not self.is_distributed:
-            return
-        # The sum of the weights is in flight while the model computes.
-        total = torch.tensor(weight, dtype=torch.float64, device=self._settings.device)
-        work = dist.all_reduce(total, group=self.process_group, async_op=True)
-        assert work is not None
-        self._sync_state.pending_weight = (weight, total, work)
 
     def synchronization_stats(self) -> SynchronizationStats | None:
         """Returns sizes and times of the last synchronisation on this rank; None before it."""
@@ -208,10 +151,9 @@ class DataParallel(nn.Module):
             if any(ranks)
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise UsageError(
-            "a data-parallel container cannot be copied or pickled; copy or save its .module"
-        )
+    def _local_gradients(self) -> LocalGradients:
+        gradients = [parameter.grad for parameter in self.module.parameters()]
+        return LocalGradients(replicated=[grad for grad in gradients if grad is not None])
 
     def _prepare(self) -> GradientSynchronizer:
         """Gets ready for a pass whose gradients are recorded."""
@@ -301,23 +243,3 @@ def bucket_cap_bytes(size_mb: float | None) -> float | None:
             f"averaged in buckets; got {size_mb!r}"
         )
     return size_mb * MIB
-
-
-_INNER = "module."
-
-
-def _without_prefix(
-    _container: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]
-) -> None:
-    """Gives the state dictionary the inner module's names."""
-    _rename(state, prefix + _INNER, prefix)
-
-
-def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    _rename(state, prefix, prefix + _INNER)
-
-
-def _rename(state: dict[str, Any], old: str, new: str) -> None:
-    # All are taken out before any is put in: an old name may be another one's new name.
-    taken = {name: state.pop(name) for name in list(state) if name.startswith(old)}
-    state.update({new + name.removeprefix(old): value for name, value in taken.items()})

@@ -39,6 +39,7 @@ from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.partition import Partition, shard_evenly
 from paceline.parallel.ranks.reduce_scatter import Pending, sends_directly
 from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
+from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import is_compiled
 from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
@@ -142,43 +143,17 @@ class ShardedDataParallel(DataParallel):
         super().zero_grad(set_to_none)
         self._shared.zero_gradients(set_to_none=set_to_none)
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients down to a norm, if theirs is larger; returns theirs.
-
-        All ranks call it, between backward and the step, and get the same number. It is not
-        finite if any gradient is not: leave out the step then.
-
-        Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: 2 for the Euclidean norm, inf for the largest number.
-        """
+    def _local_gradients(self) -> LocalGradients:
         if self._shared.steps_in_backward:
             raise UsageError(
                 "gradients cannot be clipped where buckets step in backward: their norm is known "
                 'only when it is over; use step_mode="after_backward"'
             )
-        gradients = [
-            shard.tensor.grad
-            for flat in self._shared.flats
-            for shard in flat.shards
-            if shard.tensor.grad is not None
-        ]
-        device = self._settings.device
-        own = torch.zeros((), dtype=torch.float64, device=device)
-        if gradients:
-            own = torch.nn.utils.get_total_norm(gradients, norm_type).double().to(device)
-        if norm_type == float("inf"):
-            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._shared.group.get())
-            total = own
-        else:
-            powers = own**norm_type
-            dist.all_reduce(powers, group=self._shared.group.get())
-            total = powers ** (1 / norm_type)
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if gradients:
-            torch._foreach_mul_(gradients, scale.float())
-        return total
+        shards = [shard.tensor for flat in self._shared.flats for shard in flat.shards]
+        return LocalGradients(
+            sharded=[shard.grad for shard in shards if shard.grad is not None],
+            shard_group=self._shared.group.get(),
+        )
 
     def _make_buckets(
         self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
