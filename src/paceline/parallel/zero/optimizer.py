@@ -213,7 +213,8 @@ class ShardedOptimizer(Optimizer):
         """
         from paceline.parallel.zero.optimizer_checkpoint import load_checkpoint
 
-        load_checkpoint(self.param_groups, self.parts, model, reader, prefix)
+        group = self._group.get()
+        load_checkpoint(self.param_groups, self.parts, model, reader, prefix, group)
 
     def _shard(self, groups: Sequence[dict[str, Any]]) -> None:
         plain: list[nn.Parameter] = []

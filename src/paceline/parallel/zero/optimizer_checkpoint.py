@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -111,6 +112,7 @@ def load_checkpoint(
     model: nn.Module,
     reader: StorageReader,
     prefix: str,
+    group: dist.ProcessGroup,
 ) -> None:
     """Reads what this rank needs, and gives it to its inner optimizers."""
     names = _names(groups, model)
@@ -133,7 +135,7 @@ def load_checkpoint(
         found[shard] = {key: f"{prefix}.{_STATE}.{name}.{key}" for key in keys[name]}
         for key, full_name in found[shard].items():
             wanted[full_name] = _room_for(saved[full_name], shard, key)
-    load(wanted, storage_reader=reader)
+    load(wanted, storage_reader=reader, process_group=group)
     _require_layout(names, json.loads(wanted[layout_name]))
     load_options(groups, _unpack_groups(wanted[groups_name]))
     states = {
