@@ -391,3 +391,55 @@ def test_a_session_that_is_over_leaves_no_threads(tmp_path: pathlib.Path) -> Non
     script.write_text(_TRAINS)
     result = _run(PYTHON, str(script))
     assert result.returncode == 0, result.stderr
+
+
+_LEAVES_IN_FLIGHT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from paceline.parallel import ShardedDataParallel, ShardedOptimizer, distributed_session
+
+def train(rank):
+    model = ShardedDataParallel(nn.Linear(1500, 1500))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(1500)).sum().backward()
+    time.sleep(rank)  # The other rank ends its program meanwhile.
+    optimizer.step()
+
+if sys.argv[1] == "own group":
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(os.environ["STORE"], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    train(rank)
+else:
+    with distributed_session(ranks_per_host=2, timeout_s=30) as session:
+        train(session.rank)
+        if sys.argv[1] == "error":
+            raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("end", "exit_code"), [("session", 0), ("error", 3)])
+def test_a_script_ends_while_parameters_are_in_flight(
+    tmp_path: pathlib.Path, end: str, exit_code: int
+) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(_LEAVES_IN_FLIGHT)
+    result = _run(PYTHON, str(script), end)
+    assert result.returncode == exit_code, result.stderr
+
+
+def test_a_script_with_its_own_group_ends_while_parameters_are_in_flight(
+    tmp_path: pathlib.Path,
+) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(_LEAVES_IN_FLIGHT)
+    shared = {"STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [PYTHON, str(script), "own group"], env=os.environ | shared | {"RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -9,8 +9,9 @@ from paceline.parallel.ddp.containers import (
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.ranks.launch import RankError, RankPool, run_ranks
+from paceline.parallel.ranks.pending import CollectiveError
 from paceline.parallel.ranks.placement import Placement, is_launched
-from paceline.parallel.ranks.session import CollectiveError, Session, distributed_session
+from paceline.parallel.ranks.session import Session, distributed_session
 from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.base import DataParallel
 from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter

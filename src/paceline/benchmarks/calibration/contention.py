@@ -17,7 +17,8 @@ from paceline.benchmarks.collectives.measure import CollectiveTimes
 from paceline.core.collectives import Operation
 from paceline.core.units import MIB
 from paceline.parallel.ranks.collectives import mean_over_ranks
-from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather, start_reduce_scatter
+from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
 from paceline.parallel.reducer.module_checks import resolve_group
 
 _MESSAGE_BYTES = 4 * MIB
@@ -62,7 +63,7 @@ class _Together:
 
     def _start_all_reduce(self) -> Pending:
         work = dist.all_reduce(self.message, group=self._group, async_op=True)
-        return Pending("all-reduce", self.message.nbytes, [work])
+        return Pending("all-reduce", self.message.nbytes, [work], self._device)
 
     def _multiply(self) -> None:
         torch.mm(self._factors[0], self._factors[1])

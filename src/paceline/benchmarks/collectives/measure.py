@@ -25,8 +25,8 @@ from paceline.parallel.ranks.collectives import (
     reduce_scatter_single,
 )
 from paceline.parallel.ranks.device_clock import synchronize
+from paceline.parallel.ranks.pending import collective_error
 from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
-from paceline.parallel.ranks.session import collective_error
 from paceline.parallel.reducer.module_checks import resolve_group
 
 _ELEMENT_BYTES = 4

@@ -28,8 +28,8 @@ from paceline.parallel.buckets import (
     view_like,
 )
 from paceline.parallel.partition import shard_evenly
+from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.ranks.reduce_scatter import (
-    Pending,
     ReduceScatter,
     start_all_gather,
     start_reduce_scatter,

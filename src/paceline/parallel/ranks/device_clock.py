@@ -6,6 +6,7 @@ the device.
 """
 
 import time
+from collections.abc import Hashable
 from typing import TypeAlias
 
 import torch
@@ -20,6 +21,11 @@ def now(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def current_stream(device: torch.device) -> Hashable:
+    """Returns what orders the work that is given to a device now; None for a CPU, which waits."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def seconds_between(start: Moment, end: Moment) -> float:

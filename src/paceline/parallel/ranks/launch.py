@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import deaf_to_interrupts, die_with_parent
+from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import Placement, local_placement
 from paceline.parallel.ranks.session import RENDEZVOUS_FILE, join_process_group, rendezvous_path
 from paceline.records.environment import threads_per_rank
@@ -216,7 +217,9 @@ def _rank_main(
             except EOFError:  # The pool was closed.
                 break
             connection.send((None, function(rank, world_size, *arguments)))
+        drain(device)
         dist.destroy_process_group()
     except BaseException:
+        abandon()
         connection.send((time.monotonic(), "\n" + traceback.format_exc()))
     connection.close()

@@ -15,19 +15,14 @@ number of ranks: beyond it, their number would cost more than the link.
 """
 
 import contextlib
-import functools
-import queue
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.ranks.collectives import all_gather_single, reduce_scatter_single
-from paceline.parallel.ranks.session import collective_error
+from paceline.parallel.ranks.pending import Pending
 
 _MOST_PEERS = 16
 """Up to so many ranks send to each other directly."""
@@ -35,52 +30,6 @@ _MOST_PEERS = 16
 # Each kind is matched in its own order, whatever else is sent between two ranks.
 _REDUCE_SCATTER_TAG = 40_001
 _ALL_GATHER_TAG = 40_002
-
-
-_Waiting: TypeAlias = tuple[Sequence[dist.Work], Future[None]]
-
-
-class Pending:
-    """Communication that was started.
-
-    Args:
-        operation: What it is, for messages.
-        num_bytes: Its size, for messages.
-        works: What to wait for.
-        direct: Whether these are messages from rank to rank, which do not say when they are over.
-    """
-
-    def __init__(
-        self,
-        operation: str,
-        num_bytes: int,
-        works: Sequence[dist.Work | None],
-        *,
-        direct: bool = False,
-    ) -> None:
-        self._operation = operation
-        self._num_bytes = num_bytes
-        self._works = [work for work in works if work is not None]
-        self._end: Future[None] | None = None
-        if direct:
-            self._end = Future()
-            _waiting_line().put((self._works, self._end))
-
-    def is_completed(self) -> bool:
-        """Whether waiting would take no time."""
-        if self._end is not None:
-            return self._end.done()
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        """Waits for the end; an error names the operation."""
-        try:
-            if self._end is not None:
-                self._end.result()
-            else:
-                _wait_for_all(self._works)
-        except RuntimeError as error:
-            raise collective_error(self._operation, self._num_bytes, error) from error
 
 
 class ReduceScatter(Pending):
@@ -101,7 +50,7 @@ class ReduceScatter(Pending):
         *,
         direct: bool = False,
     ) -> None:
-        super().__init__("reduce-scatter", message.nbytes, works, direct=direct)
+        super().__init__("reduce-scatter", message.nbytes, works, message.device, direct=direct)
         self._message = message
         self._summands = summands
 
@@ -170,10 +119,11 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     name = "all-gather"
     if num_ranks == 1:
-        return Pending(name, flat.nbytes, [])
+        return Pending(name, flat.nbytes, [], flat.device)
     shards = [flat[borders[peer] : borders[peer + 1]] for peer in range(num_ranks)]
     if not sends_directly(group, flat.device):
-        return Pending(name, flat.nbytes, _gather_by_collectives(flat, shards, group))
+        works = _gather_by_collectives(flat, shards, group)
+        return Pending(name, flat.nbytes, works, flat.device)
     peers = _peers(rank, num_ranks)
     # Parameters may be in flight when a profiler stops, and a message that it has seen begin would
     # end in memory that it has freed.
@@ -184,7 +134,7 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
             group,
             _ALL_GATHER_TAG,
         )
-    return Pending(name, flat.nbytes, works, direct=True)
+    return Pending(name, flat.nbytes, works, flat.device, direct=True)
 
 
 def _gather_by_collectives(
@@ -234,29 +184,3 @@ def _unseen_by_profilers() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
-
-
-def _wait_for_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-@functools.cache
-def _waiting_line() -> "queue.SimpleQueue[_Waiting]":
-    """Returns what a thread waits for in turn: direct messages are only over when waited for."""
-    line: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
-    # A rank that fails must end at once, and not when its last message has arrived.
-    threading.Thread(target=_wait_in_turn, args=(line,), daemon=True).start()
-    return line
-
-
-def _wait_in_turn(line: "queue.SimpleQueue[_Waiting]") -> None:
-    while True:
-        works, end = line.get()
-        try:
-            _wait_for_all(works)
-        except RuntimeError as error:
-            end.set_exception(error)
-        else:
-            end.set_result(None)
-        del works, end  # Otherwise they and their tensors would stay until the next come.

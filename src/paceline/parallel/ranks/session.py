@@ -28,9 +28,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.processes import die_with_parent, termination_as_exit, wait_for_group
-from paceline.core.units import format_decimal
+from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import (
     HostPlacement,
     Placement,
@@ -42,10 +42,6 @@ from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 RENDEZVOUS_FILE = "PACELINE_RENDEZVOUS_FILE"
-
-
-class CollectiveError(PacelineError):
-    """A collective failed or timed out, naming rank, operation and size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,18 +95,12 @@ def distributed_session(
     except BaseException:
         # A rank that fails keeps its connections until its process ends: were they closed before,
         # its peers would fail of that and could be the first to be noticed. Alone it has no peers.
+        abandon()
         if placement.world_size == 1:
             dist.destroy_process_group()
         raise
+    drain(own_device)
     dist.destroy_process_group()
-
-
-def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> CollectiveError:
-    """Returns an error that names the rank, the operation and its size."""
-    rank = dist.get_rank() if dist.is_initialized() else "?"
-    cause = str(error).partition("\n")[0]
-    size = format_decimal(num_bytes, "B")
-    return CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}")
 
 
 def join_process_group(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.ranks.device_clock import Moment, seconds_between
-from paceline.parallel.ranks.reduce_scatter import Pending
+from paceline.parallel.ranks.pending import Pending
 
 AnyWork: TypeAlias = dist.Work | Pending
 

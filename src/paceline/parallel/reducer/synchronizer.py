@@ -36,7 +36,7 @@ from paceline.core.ranges import WAIT, bucket_range
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import GradientError
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between
-from paceline.parallel.ranks.session import collective_error
+from paceline.parallel.ranks.pending import collective_error
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
     AnyWork,

@@ -37,7 +37,8 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.partition import Partition, shard_evenly
-from paceline.parallel.ranks.reduce_scatter import Pending, sends_directly
+from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.ranks.reduce_scatter import sends_directly
 from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
 from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import is_compiled
@@ -249,7 +250,7 @@ class ShardedDataParallel(DataParallel):
         bucket.add_sum_to(total, overwrite=True)
         replicas, _ = self._mesh_groups
         work = dist.all_reduce(total, group=replicas.get(), async_op=True)
-        pending = Pending("all_reduce of a shard over replicas", total.nbytes, [work])
+        pending = Pending("all_reduce of a shard over replicas", total.nbytes, [work], total.device)
         self._landed.append((bucket, pending, total))
 
     def _give_gradients(self, bucket: ShardedBucket) -> None:

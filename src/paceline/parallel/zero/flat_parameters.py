@@ -19,7 +19,8 @@ from paceline.core.ranges import WAIT
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import view_like
 from paceline.parallel.partition import Partition, ShardLayout
-from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
+from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.ranks.reduce_scatter import start_all_gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
