@@ -84,7 +84,7 @@ def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ..
     if strategy == "sharded_per_bucket":
         # It steps in backward, when no optimizer has gradients any longer; their memory stays.
         assert isinstance(step.model, ShardedDataParallel)
-        held["gradients"] += storage_bytes(bucket.gradient for bucket in step.model._buckets)
+        held["gradients"] += storage_bytes(bucket.flat.gradient for bucket in step.model._buckets)
     return tuple(held.values())
 
 

@@ -6,7 +6,7 @@ import gc
 import io
 import pathlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ from paceline.parallel import (
     ShardedDataParallel,
     ShardedOptimizer,
 )
-from paceline.parallel.ranks.reduce_scatter import Pending, start_all_gather
-from paceline.parallel.zero import flat_parameters
+from paceline.parallel.zero.reduced_gradient import ReducedGradient
+from tests.distributed.test_sharded_in_flight import spoilt_in_flight
 from tests.distributed.toys import (
     MODELS,
     WIDTH,
@@ -213,23 +213,6 @@ class ReadsOthers(nn.Module):
         return nn.functional.linear(y, self.shared.weight)
 
 
-def _spoil_what_is_under_way(
-    flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup
-) -> Pending:
-    """Gathers into memory of its own; what is under way is not a number until it is waited for."""
-    arriving = flat.clone()
-    pending = start_all_gather(arriving, borders, group)
-    flat.fill_(float("nan"))
-    wait = pending.wait
-
-    def wait_and_arrive() -> None:
-        wait()
-        flat.copy_(arriving)
-
-    pending.wait = wait_and_arrive  # type: ignore[method-assign]
-    return pending
-
-
 def _read_others(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ours = ShardedDataParallel(ReadsOthers(), SMALL_BUCKET_MB / 8)
@@ -238,11 +221,7 @@ def _read_others(rank: int, world_size: int) -> None:
     sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
     whole = SGD(oracle.parameters(), lr=0.1)
     inputs = [data(0, r).reshape(2, 3, WIDTH) for r in range(world_size)]
-    before, flat_parameters.start_all_gather = (
-        flat_parameters.start_all_gather,
-        _spoil_what_is_under_way,
-    )
-    try:
+    with spoilt_in_flight():
         for _ in range(3):
             ours(inputs[rank]).square().mean().backward()
             (sum(oracle(x).square().mean() for x in inputs) / world_size).backward()
@@ -251,8 +230,6 @@ def _read_others(rank: int, world_size: int) -> None:
         part = ours.module.attention.state_dict()
         assert all(bool(value.isfinite().all()) for value in part.values())
         _require_close(ours, oracle)
-    finally:
-        flat_parameters.start_all_gather = before
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -540,7 +517,7 @@ def _memory(rank: int, world_size: int) -> None:
     sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=0.01)
     for _ in range(2):
         ours(torch.randn(4, 128)).square().mean().backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(type(parameter.grad) is ReducedGradient for parameter in model.parameters())
         gradients = sum(gradient.nbytes for gradient in sharded.gradient_tensors())
         assert gradients == total // world_size
         sharded.step()
@@ -566,7 +543,8 @@ def _refuse(rank: int, _world_size: int) -> None:
         loss_of(ours(data(0, rank), rank)).backward()
     plain = ShardedDataParallel(Layered())
     loss_of(plain(data(0, rank), rank)).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with pytest.raises(UsageError, match=r"update with a ShardedOptimizer"):
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
     with pytest.raises(UsageError, match="no ShardedOptimizer updates the shards"):
         plain(data(1, rank), rank)
     frozen = Layered()
@@ -666,3 +644,109 @@ def _eval_between(rank: int, world_size: int) -> None:
 
 def test_evaluation_waits_for_parameters(rank_pool: Pools) -> None:
     rank_pool(2).run(_eval_between)
+
+
+def _use_whole_gradients(rank: int, _world_size: int) -> None:
+    ours, sharded, _, _ = _pair(rank, "layered")
+    loss_of(ours(data(0, rank), rank)).backward()
+    remedy = r"'first.weight' was reduce-scattered.* container's clip_grad_norm_"
+    with pytest.raises(UsageError, match=remedy):
+        nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    with pytest.raises(UsageError, match=remedy):
+        nn.utils.clip_grad_value_(ours.parameters(), 1.0)
+    with pytest.raises(UsageError, match=remedy):
+        sum(parameter.grad.square().sum() for parameter in ours.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(UsageError, match="GradScaler, use BucketedDataParallel"):
+        scaler.unscale_(sharded)
+    assert "reduce-scattered" in repr(next(ours.parameters()).grad)
+    (loss_of(ours(data(1, rank), rank)) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="leave out this step"):
+        ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    for clear in (ours.zero_grad, sharded.zero_grad, ours.module.zero_grad):
+        clear(set_to_none=False)
+        clear()
+
+
+def test_whole_gradients_are_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(2).run(_use_whole_gradients)
+
+
+def _wrap_again(rank: int, world_size: int) -> None:
+    inner = Layered()
+    ours = ShardedDataParallel(inner)
+    sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(sharded, 1)
+    loss_of(ours(data(0, rank), rank)).backward()
+    sharded.step()
+    gc.disable()
+    try:
+        del ours, sharded, schedule
+        again = ShardedDataParallel(inner)
+        ShardedOptimizer(again.parameters(), SGD, lr=0.1)
+    finally:
+        gc.enable()
+
+
+def test_a_module_is_wrapped_again_when_its_container_is_dropped(rank_pool: Pools) -> None:
+    rank_pool(2).run(_wrap_again)
+
+
+def _edit_with_master(rank: int, _world_size: int, way: str) -> None:
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(Layered().bfloat16(), SMALL_BUCKET_MB, master_dtype=torch.float32)
+    sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.0)  # So that nothing else changes them.
+    for step in range(3):
+        loss_of(ours(data(step, rank).bfloat16(), rank)).backward()
+        if step == 1 and way == "before the step":
+            _fill(ours, 5.0)
+        sharded.step()
+        sharded.zero_grad()
+        if step == 1 and way == "after the step":
+            _fill(ours, 5.0)
+    for parameter in ours.parameters():
+        assert bool((parameter == 5.0).all())
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(value)
+
+
+@pytest.mark.parametrize("way", ["before the step", "after the step"])
+def test_edits_of_parameters_reach_their_master(rank_pool: Pools, way: str) -> None:
+    rank_pool(2).run(_edit_with_master, way)
+
+
+def _accumulate_without_clearing(rank: int, world_size: int) -> None:
+    """The same gradient may reach two parameters, and a pass in no_sync may follow one outside."""
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(TwoBiases(), SMALL_BUCKET_MB)
+    torch.manual_seed(0)
+    oracle = TwoBiases()
+    sharded = ShardedOptimizer(ours.parameters(), **SGD_OPTIONS, optimizer_cls=SGD)
+    whole = SGD(oracle.parameters(), **SGD_OPTIONS)
+    ours(data(0, rank)).square().mean().backward()
+    with ours.no_sync():
+        ours(data(1, rank)).square().mean().backward()
+    ours(data(2, rank)).square().mean().backward()
+    for step in range(3):
+        total = sum(oracle(data(step, r)).square().mean() for r in range(world_size))
+        (total / world_size).backward()
+    _step_and_clear(sharded, whole)
+    _require_close(ours, oracle)
+
+
+class TwoBiases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + (self.first + self.second))
+
+
+def test_gradients_are_added_to_reduced_ones(rank_pool: Pools) -> None:
+    rank_pool(2).run(_accumulate_without_clearing)

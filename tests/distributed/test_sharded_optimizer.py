@@ -11,10 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.parallel import OptimizerStateError, RankPool, ShardedOptimizer
+from paceline.parallel import (
+    BucketedDataParallel,
+    OptimizerStateError,
+    RankPool,
+    ShardedDataParallel,
+    ShardedOptimizer,
+)
 from tests.distributed.toys import (
     MODELS,
     WIDTH,
@@ -433,8 +440,6 @@ def test_saved_by_four_ranks_continued_by_fewer(
 def _refuse_states(_rank: int, _world_size: int, path: str) -> None:
     model = _model()
     optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
-    with pytest.raises(UsageError, match=r"checkpoint_state\(model\).*full_state_dict\(\)"):
-        optimizer.state_dict()
     reader = dcp.FileSystemReader(path)
     with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
         optimizer.load_checkpoint(model, reader, prefix="other")
@@ -568,3 +573,152 @@ def _count(_rank: int, _world_size: int) -> None:
 
 def test_an_optimizer_may_count_in_its_options(rank_pool: Pools) -> None:
     rank_pool(2).run(_count)
+
+
+def _copy_optimizer(_rank: int, _world_size: int) -> None:
+    optimizer = ShardedOptimizer(_model().parameters(), AdamW)
+    with pytest.raises(UsageError, match=r"cannot be copied or pickled.*full_state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_copy_is_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(1).run(_copy_optimizer)
+
+
+def _over_dtensors(_rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    with pytest.raises(UsageError, match=r"is a DTensor.*use a plain optimizer"):
+        ShardedOptimizer(model.parameters(), AdamW)
+
+
+def test_parameters_that_are_sharded_already_are_refused(rank_pool: Pools) -> None:
+    rank_pool(2).run(_over_dtensors)
+
+
+def _save_counts(_rank: int, _world_size: int, path: str) -> dict[str, Any]:
+    model = _model()
+    optimizer = ShardedOptimizer(model.parameters(), Counting, lr=0.1)
+    alone = _model()
+    plain = Counting(alone.parameters(), lr=0.1)
+    for step in range(3):
+        _step(model, optimizer, step)
+        _step(alone, plain, step)
+    assert optimizer.param_groups[0]["count"] == plain.param_groups[0]["count"] == 3
+    assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    state = {"model": model.state_dict(), "optimizer": optimizer.checkpoint_state(model)}
+    dcp.save(state, checkpoint_id=path)
+    return optimizer.full_state_dict()
+
+
+def _continue_counts(_rank: int, _world_size: int, full: dict[str, Any], path: str) -> None:
+    reference = _model()
+    plain = Counting(reference.parameters(), lr=0.1)
+    runs = []
+    for _ in range(2):
+        model = _model(5)
+        runs.append((model, ShardedOptimizer(model.parameters(), Counting, lr=0.1)))
+    for step in range(3):
+        _step(reference, plain, step)
+    weights = {"model": runs[0][0].state_dict()}
+    dcp.load(weights, checkpoint_id=path)
+    for model, _ in runs:
+        model.load_state_dict(weights["model"])
+    runs[0][1].load_checkpoint(runs[0][0], dcp.FileSystemReader(path))
+    runs[1][1].load_state_dict(full)
+    for model, optimizer in (*runs, (reference, plain)):
+        _step(model, optimizer, 3)
+    for model, optimizer in runs:
+        _require_bits(model, reference)
+        assert optimizer.param_groups[0]["count"] == 4
+
+
+def test_what_is_kept_in_groups_is_saved_and_loaded(
+    rank_pool: Pools, tmp_path: pathlib.Path
+) -> None:
+    full, *_ = rank_pool(4).run(_save_counts, str(tmp_path))
+    assert full["param_groups"][0]["count"] == 3
+    rank_pool(2).run(_continue_counts, full, str(tmp_path))
+
+
+class Estimating(Counting):
+    """Keeps something in its groups that depends on all parameters of a group."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["size"] = sum(parameter.numel() for parameter in group["params"])
+
+
+def _disagree(_rank: int, _world_size: int) -> None:
+    model = _model()
+    model.third.double()
+    optimizer = ShardedOptimizer(model.parameters(), Estimating, lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(OptimizerStateError, match="keeps 'size' in its groups"):
+        optimizer.checkpoint_state(model)
+
+
+def test_estimates_over_a_whole_group_are_refused_by_name(rank_pool: Pools) -> None:
+    rank_pool(1).run(_disagree)
+
+
+def _make_wrapped(kind: str, seed: int) -> tuple[nn.Module, ShardedOptimizer]:
+    model = _model(seed)
+    if kind == "sharded":
+        model = ShardedDataParallel(model, 0.0016)
+    elif kind == "bucketed":
+        model = BucketedDataParallel(model)
+    return model, ShardedOptimizer(model.parameters(), AdamW, **ADAMW)
+
+
+def _save_by_torch(_rank: int, _world_size: int, kind: str, full: bool, path: str) -> None:
+    model, optimizer = _make_wrapped(kind, 0)
+    for step in range(3):
+        _step(model, optimizer, step)
+    options = StateDictOptions(full_state_dict=full)
+    before = optimizer.full_state_dict()
+    weights, state = get_state_dict(model, optimizer, options=options)
+    assert set(state["state"]) == {name for name, _ in Layered().named_parameters()}
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    if before:  # Asking changes nothing.
+        _require_same_state(optimizer.full_state_dict(), before)
+    else:
+        optimizer.full_state_dict()
+
+
+def _continue_by_torch(_rank: int, _world_size: int, kind: str, full: bool, path: str) -> None:
+    reference = _model()
+    plain = AdamW(reference.parameters(), **ADAMW)
+    for step in range(3):
+        _step(reference, plain, step)
+    model, optimizer = _make_wrapped(kind, 5)
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state}
+    dcp.load(saved, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+        options=StateDictOptions(full_state_dict=full),
+    )
+    for step in range(3, 5):
+        _step(model, optimizer, step)
+        _step(reference, plain, step)
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "bucketed", "sharded"])
+def test_torchs_checkpoint_functions_take_the_optimizer(
+    rank_pool: Pools, tmp_path: pathlib.Path, kind: str, full: bool
+) -> None:
+    rank_pool(4).run(_save_by_torch, kind, full, str(tmp_path))
+    rank_pool(2).run(_continue_by_torch, kind, full, str(tmp_path))

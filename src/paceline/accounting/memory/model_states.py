@@ -153,14 +153,19 @@ def _elements_held(
     ]
     owned = sum(unit.num_owned for unit in units)
     shares = sum(unit.share for unit in units) * everywhere
-    divides_parameters = strategy in SHARDED_PARAMETERS
-    return _Elements(
-        num_parameters=owned if divides_parameters else world_size * shares,
-        num_gradients=shares if strategy in SHARDED_GRADIENTS else gradients,
-        num_moments=owned,
+    if strategy in SHARDED_PARAMETERS:
         # A rank of a fully sharded model has every parameter, if only with no elements.
-        num_counters=counters if divides_parameters else sum(unit.num_pieces for unit in units),
-    )
+        return _Elements(owned, shares, num_moments=owned, num_counters=counters)
+    if strategy in SHARDED_GRADIENTS:
+        # What a rank owns of a bucket is one tensor to its optimizer.
+        return _Elements(
+            world_size * shares,
+            shares,
+            num_moments=sum(unit.span for unit in units),
+            num_counters=sum(unit.num_pieces > 0 for unit in units),
+        )
+    pieces = sum(unit.num_pieces for unit in units)
+    return _Elements(world_size * shares, gradients, num_moments=owned, num_counters=pieces)
 
 
 def state_units(

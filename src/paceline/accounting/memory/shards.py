@@ -24,6 +24,8 @@ class UnitShares:
     """Elements of tensors in each rank's shard."""
     num_pieces: npt.NDArray[np.int64]
     """Tensors that each rank owns something of."""
+    span: "npt.NDArray[np.int64]"
+    """Elements from the first to the last that each rank owns, padding between them included."""
 
 
 def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitShares:
@@ -40,4 +42,12 @@ def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitS
     beyond = np.where(begun > 0, np.maximum(ends[last] - borders, 0), 0)
     num_before = whole[begun] - beyond
     ended = np.searchsorted(ends, borders, side="right")
-    return UnitShares(share=share, num_owned=np.diff(num_before), num_pieces=begun[1:] - ended[:-1])
+    num_pieces = begun[1:] - ended[:-1]
+    first = np.maximum(starts[np.minimum(ended[:-1], len(sizes) - 1)], borders[:-1])
+    final = np.minimum(ends[last[1:]], borders[1:])
+    return UnitShares(
+        share=share,
+        num_owned=np.diff(num_before),
+        num_pieces=num_pieces,
+        span=np.where(num_pieces > 0, final - first, 0),
+    )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
 from paceline.core.units import format_decimal
-from paceline.parallel.ranks.device_clock import current_stream, synchronize
+from paceline.parallel.ranks import device_clock
 
 
 class CollectiveError(PacelineError):
@@ -68,7 +68,7 @@ class Pending:
         self._is_over = not self._works
         """Whether nobody has to wait any more."""
         self._watcher: threading.Thread | None = None
-        if self._works and device.type != "cuda":
+        if self._works and device_clock.current_stream(device) is None:
             _in_flight[self] = None
 
     def is_completed(self) -> bool:
@@ -84,6 +84,13 @@ class Pending:
             self._watcher.start()
         return not self._watcher.is_alive()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the program, or the current stream of a GPU, has waited for the end already."""
+        if self._failure is not None:
+            return False
+        return self._is_over or device_clock.current_stream(self._device) in self._ordered
+
     def wait(self) -> None:
         """Waits for the end, on a GPU in the current stream; an error names the operation."""
         if not self._is_over:
@@ -96,14 +103,13 @@ class Pending:
             if self._is_over:
                 return
             try:
-                if self._device.type != "cuda":
-                    for work in self._works:
-                        work.wait()
-                    self._end()
-                elif (stream := current_stream(self._device)) not in self._ordered:
+                stream = device_clock.current_stream(self._device)
+                if stream not in self._ordered:
                     for work in self._works:
                         work.wait()
                     self._ordered.add(stream)
+                if stream is None:
+                    self._end()
             except RuntimeError as error:
                 self._failure = collective_error(self._operation, self._num_bytes, error)
                 self._failure.__cause__ = error
@@ -129,7 +135,7 @@ def drain(device: torch.device) -> None:
     """
     for pending in list(_in_flight):
         pending._wait_once()
-    synchronize(device)
+    device_clock.synchronize(device)
 
 
 def abandon() -> None:

@@ -21,6 +21,7 @@ times, so what arrives from one is sent only in phase 3.
 """
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -79,6 +80,8 @@ class GradientSynchronizer:
     ) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             other = _synchronizers.get(parameter)
+            if other is not None and other() is not None:
+                gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
             if other is not None and other() is not None:
                 raise SynchronizationError(
                     f"parameter {name!r} belongs to another data-parallel container already; its "

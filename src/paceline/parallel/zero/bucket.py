@@ -5,11 +5,10 @@ move into it as backward completes them, and are freed; when it has arrived, thi
 the sum is added to its shards' gradients, and the message is freed as well. What stays from step
 to step is the gradient of the shard.
 
-Ranks tell each other in one small message per backward pass, sent behind the last bucket, which
-parameters had a gradient. It is needed only where this rank had none.
+A parameter whose gradient has moved into a message keeps a `ReducedGradient` in its place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,37 +16,9 @@ from torch import Tensor, nn
 
 from paceline.parallel.buckets import BucketPlan, reducible_gradient, view_like
 from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
-from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
-
-
-class UsedParameters:
-    """Which parameters any rank had a gradient for.
-
-    Args:
-        num_parameters: How many are trained.
-        device: Where to communicate from.
-    """
-
-    def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self._counts = torch.ones(num_parameters, device=device)
-        self._work: dist.Work | None = None
-
-    def note_missing(self, parameter: int) -> None:
-        """Notes that this rank has no gradient for a parameter."""
-        self._counts[parameter] = 0
-
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Starts to count over the ranks."""
-        self._work = dist.all_reduce(self._counts, group=group, async_op=True)
-
-    def finish(self, asked: Sequence[int]) -> list[bool]:
-        """Waits, returns whether any rank had a gradient for each of these, and starts anew."""
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
-        answers = [bool(count) for count in self._counts[list(asked)].tolist()] if asked else []
-        self._counts.fill_(1)
-        return answers
+from paceline.parallel.zero.flat_parameters import FlatParameters
+from paceline.parallel.zero.reduced_gradient import ReducedGradient
+from paceline.parallel.zero.used_parameters import UsedParameters
 
 
 class ShardedBucket:
@@ -81,6 +52,9 @@ class ShardedBucket:
         self.flat = flat
         self.parameters = flat.parameters
         self._dtypes = [parameter.dtype for parameter in flat.parameters]
+        self._reduced = [
+            ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
+        ]
         self._used = used
         self._message_dtype = message_dtype
         self._shard_group = shard_group
@@ -91,12 +65,18 @@ class ShardedBucket:
         self._missing: dict[nn.Parameter, int] = {}
         """Parameters that this rank has no gradient for, and their places among all."""
         self._reduce_scatter: ReduceScatter | None = None
-        self.gradient = torch.zeros_like(flat.master)
-        """Gradient of this rank's shard, averaged over the ranks."""
+        self._gaps = list(_gaps(plan, flat.layout.num_elements))
+        flat.gradient = torch.zeros_like(flat.master)
 
     def keep(self, position: int) -> None:
         """Leaves a gradient where it is, because it is not to be sent yet."""
-        self._gradient(position)
+        parameter = self.parameters[position]
+        self.flat.local_gradients.add(parameter)
+        # What was added to a reduced gradient may be another parameter's as well.
+        is_shared = type(parameter.grad) is ReducedGradient
+        gradient = self._gradient(position)
+        if is_shared:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def take(self, position: int, weight: float) -> bool:
         """Moves a gradient into the message, multiplied by the weight."""
@@ -108,7 +88,9 @@ class ShardedBucket:
             view.copy_(gradient).mul_(weight)  # Scaled in the wider dtype, nothing is lost.
         else:
             torch.mul(gradient, weight, out=view)
-        self.parameters[position].grad = None
+        self.parameters[position].grad = self._reduced[position]
+        if self.flat.local_gradients:
+            self.flat.local_gradients.discard(self.parameters[position])
         return True
 
     def pack(self, scaled: set[int], weight: float) -> Tensor:
@@ -118,7 +100,7 @@ class ShardedBucket:
         for position, parameter in enumerate(self.parameters):
             if position in scaled:
                 continue
-            if parameter.grad is None:
+            if not self._has_gradient(parameter):
                 self._views[position].zero_()
                 self._missing[parameter] = self.plan.slots[position].tensor
                 self._used.note_missing(self._missing[parameter])
@@ -148,37 +130,38 @@ class ShardedBucket:
     def zero_what_has_no_gradient(self) -> None:
         """Clears the shard's gradient where no earlier pass has left one."""
         for shard in self.flat.shards:
-            if shard.tensor.grad is None:
-                self._gradient_of(shard).zero_()
+            if shard.tensor.grad is None and shard not in self.flat.undecided:
+                self.flat.gradient_of(shard).zero_()
 
-    def give_gradients(self) -> dict[Shard, int]:
-        """Gives shards their gradients.
-
-        Returns those for which this rank itself had none, and their parameters' places among all.
-        """
-        undecided = {}
+    def give_gradients(self) -> None:
+        """Gives shards their gradients, except where this rank itself has had none so far."""
         for shard in self.flat.shards:
-            if shard.parameter in self._missing:
-                undecided[shard] = self._missing[shard.parameter]
-            else:
-                self.give_gradient(shard)
+            if shard.parameter not in self._missing:
+                self.flat.undecided.pop(shard, None)
+                shard.tensor.grad = self.flat.gradient_of(shard)
+            elif shard.tensor.grad is None:
+                place = self._missing[shard.parameter]
+                self.flat.undecided[shard] = place, self.flat.gradient_of(shard)
         self._missing = {}
-        return undecided
-
-    def give_gradient(self, shard: Shard) -> None:
-        """Gives a shard its gradient."""
-        shard.tensor.grad = self._gradient_of(shard)
-
-    def _gradient_of(self, shard: Shard) -> Tensor:
-        begin = self.flat.offset_of(shard)
-        return self.gradient[begin : begin + shard.end - shard.start]
 
     @property
     def is_accumulating(self) -> bool:
         """Whether shards have gradients of an earlier pass, to which this one's are added."""
-        return any(shard.tensor.grad is not None for shard in self.flat.shards)
+        return bool(self.flat.undecided) or any(
+            shard.tensor.grad is not None for shard in self.flat.shards
+        )
+
+    @staticmethod
+    def _has_gradient(parameter: nn.Parameter) -> bool:
+        gradient = parameter.grad
+        if type(gradient) is ReducedGradient:
+            return gradient.received is not None
+        return gradient is not None
 
     def _gradient(self, position: int) -> Tensor:
+        gradient = self.parameters[position].grad
+        if type(gradient) is ReducedGradient:
+            self.parameters[position].grad, gradient.received = gradient.received, None
         return reducible_gradient(
             self.parameters[position],
             self.flat.names[position],
@@ -189,7 +172,20 @@ class ShardedBucket:
     def _open(self) -> None:
         num_elements = self.flat.layout.num_elements
         self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
+        for begin, end in self._gaps:
+            self._buffer[begin:end] = 0  # Shards are updated together with what lies between them.
         self._views = [
             view_like(parameter, slot.piece_of(self._buffer))
             for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
         ]
+
+
+def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:
+    """Yields what lies between a bucket's tensors, and behind the last of them."""
+    end = 0
+    for slot in plan.slots:
+        if slot.offset > end:
+            yield end, slot.offset
+        end = slot.offset + slot.num_elements
+    if num_elements > end:
+        yield end, num_elements

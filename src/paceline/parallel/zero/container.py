@@ -23,8 +23,10 @@ On a mesh of two dimensions, replicate x shard, gradients are reduce-scattered a
 each shard is all-reduced along the first (hybrid sharding).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -37,27 +39,31 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.partition import Partition, shard_evenly
+from paceline.parallel.ranks.device_clock import Moment, seconds_between
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.reduce_scatter import sends_directly
+from paceline.parallel.ranks.reduce_scatter import sends_directly, works_in_place
+from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
 from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import is_compiled
 from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
-from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
-from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
+from paceline.parallel.zero.bucket import ShardedBucket
+from paceline.parallel.zero.flat_parameters import FlatParameters
 from paceline.parallel.zero.gather_hooks import GatherHooks
 from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
+from paceline.parallel.zero.used_parameters import UsedParameters
 
 StepMode = Literal["after_backward", "in_backward"]
+_Arguments = ParamSpec("_Arguments")
 
 
 class ShardedDataParallel(DataParallel):
     """Reduce-scatters gradients (ZeRO-2); further keywords as in `DataParallel`.
 
     Make a `ShardedOptimizer` of its parameters. Between a step and the next forward pass,
-    parameters are in flight: `parameters()`, `state_dict()` and the layers themselves wait for
-    them; whoever reads a tensor that was taken before calls `wait_for_parameters()`.
+    parameters are in flight, and whoever reads one waits for it. After backward a parameter's
+    gradient is a `ReducedGradient`: each rank has its own shard of the real one only.
 
     Args:
         module: The model.
@@ -92,9 +98,11 @@ class ShardedDataParallel(DataParallel):
             self._mesh_groups = _groups_of(process_group)
             process_group = None
         self._num_passes = 0
+        self._forward_waits: list[tuple[Moment, Moment]] = []
         self._buckets: list[ShardedBucket] = []
         self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
-        self._undecided: list[tuple[ShardedBucket, dict[Shard, int]]] = []
+        self._delayed: list[ShardedBucket] = []
+        """Buckets that step only when backward is over."""
         super().__init__(
             module,
             cap_bytes=bucket_cap_bytes(bucket_size_mb),
@@ -103,6 +111,7 @@ class ShardedDataParallel(DataParallel):
             **keywords,
         )
         self._gather_hooks = GatherHooks(module, self._shared)
+        self._inner_modules = tuple(module.modules())
 
     @property
     def _synchronizes(self) -> bool:
@@ -115,11 +124,32 @@ class ShardedDataParallel(DataParallel):
             arguments: As the module takes them.
             keywords: As the module takes them.
         """
-        if any(is_compiled(module) for module in self.module.modules()):
-            self.wait_for_parameters()  # A compiled layer cannot wait inside.
+        if torch.compiler.is_compiling() or self._has_compiled_layer_in_flight():
+            self._wait_before_compiled_code()
         output = super().forward(*arguments, **keywords)
         self._gather_hooks.learn()
         return output
+
+    def _has_compiled_layer_in_flight(self) -> bool:
+        return self._shared.are_in_flight and any(map(is_compiled, self._inner_modules))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _wait_before_compiled_code(self) -> None:
+        """Waits for everything: inside of a graph no layer can."""
+        self.wait_for_parameters()
+
+    def synchronization_stats(self) -> SynchronizationStats | None:
+        """Returns sizes and times of the last synchronisation on this rank; None before it.
+
+        What the forward pass before it has waited for parameters counts as exposed. On a GPU that
+        is measured from the first question on.
+        """
+        self._shared.time_waits()
+        stats = super().synchronization_stats()
+        if stats is None:
+            return None
+        waited_s = sum(seconds_between(*moments) for moments in self._forward_waits)
+        return dataclasses.replace(stats, exposed_wait_s=stats.exposed_wait_s + waited_s)
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters have the values of the last step."""
@@ -141,7 +171,8 @@ class ShardedDataParallel(DataParallel):
         Args:
             set_to_none: Whether gradients are dropped, or kept and filled with zeros.
         """
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # No gradient is in flight.
+            super().zero_grad(set_to_none)
         self._shared.zero_gradients(set_to_none=set_to_none)
 
     def _local_gradients(self) -> LocalGradients:
@@ -150,6 +181,7 @@ class ShardedDataParallel(DataParallel):
                 "gradients cannot be clipped where buckets step in backward: their norm is known "
                 'only when it is over; use step_mode="after_backward"'
             )
+        self._shared.decide_gradients()
         shards = [shard.tensor for flat in self._shared.flats for shard in flat.shards]
         return LocalGradients(
             sharded=[shard.grad for shard in shards if shard.grad is not None],
@@ -183,7 +215,7 @@ class ShardedDataParallel(DataParallel):
                     self._used,
                     message_dtype=self._message_dtype(plan.dtype),
                     shard_group=shard_group.get,
-                    when_landed=self._land,
+                    when_landed=_weakly(self._land),
                     is_last=number == len(plans) - 1,
                 )
             )
@@ -195,20 +227,20 @@ class ShardedDataParallel(DataParallel):
             # Backward reaches the last layers first, forward the first.
             [bucket.flat for bucket in reversed(self._buckets)],
             parameter_group,
+            self._used,
             steps_in_backward=steps_in_backward,
         )
         return self._buckets
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # On a CPU ranks add up in the master's dtype what they are sent; NCCL adds on the way.
-        adds_on_the_way = self._settings.device.type == "cuda"
-        sums = self._master_dtype if adds_on_the_way else None
+        sums = self._master_dtype if works_in_place(self._settings.device) else None
         return self._settings.reduction_dtype or sums or dtype
 
     def _build(self) -> None:
         super()._build()
         assert self._synchronizer is not None
-        self._synchronizer.after_run = self._settle
+        self._synchronizer.after_run = _weakly(self._settle)
 
     def _prepare(self) -> GradientSynchronizer:
         if self._shared.has_stepped and self._sync_state.synchronize and self.training:
@@ -226,13 +258,18 @@ class ShardedDataParallel(DataParallel):
         return super()._prepare()
 
     def _follow_changes(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and find_sharded_parameters(parameter) is not self._shared:
-                raise UsageError(
-                    f"parameter {name!r} was frozen or elsewhere when its container was made, so "
-                    "that no rank has a shard of it; wrap the model anew, and load the optimizer's "
-                    "state"
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # None of this needs a value.
+            unknown = [
+                name
+                for name, parameter in self.module.named_parameters()
+                if parameter.requires_grad
+                and find_sharded_parameters(parameter) is not self._shared
+            ]
+        for name in unknown:
+            raise UsageError(
+                f"parameter {name!r} was frozen or elsewhere when its container was made, so that "
+                "no rank has a shard of it; wrap the model anew, and load the optimizer's state"
+            )
 
     def _describe_settings(self) -> str:
         return f"{super()._describe_settings()}, {self._step_mode}, master {self._master_dtype}"
@@ -243,10 +280,10 @@ class ShardedDataParallel(DataParallel):
         if is_accumulating:
             bucket.zero_what_has_no_gradient()
         if self._mesh_groups is None:
-            bucket.add_sum_to(bucket.gradient, overwrite=not is_accumulating)
+            bucket.add_sum_to(bucket.flat.gradient, overwrite=not is_accumulating)
             self._give_gradients(bucket)
             return
-        total = torch.empty_like(bucket.gradient) if is_accumulating else bucket.gradient
+        total = torch.empty_like(bucket.flat.gradient) if is_accumulating else bucket.flat.gradient
         bucket.add_sum_to(total, overwrite=True)
         replicas, _ = self._mesh_groups
         work = dist.all_reduce(total, group=replicas.get(), async_op=True)
@@ -254,33 +291,42 @@ class ShardedDataParallel(DataParallel):
         self._landed.append((bucket, pending, total))
 
     def _give_gradients(self, bucket: ShardedBucket) -> None:
-        undecided = bucket.give_gradients()
+        bucket.give_gradients()
+        if not self._shared.steps_in_backward:
+            return
         # Behind one that has to wait, all others wait: every rank must send in the same order.
-        if undecided or self._undecided:
-            self._undecided.append((bucket, undecided))
-        elif self._shared.steps_in_backward:
+        if self._delayed or bucket.flat.undecided:
+            self._delayed.append(bucket)
+        else:
             self._shared.step_flat(bucket.flat)
 
     def _settle(self) -> None:
-        """Ends a pass: all sums are here, and it is known which parameters had a gradient."""
+        """Ends a pass: all sums are here."""
         self._num_passes += 1
+        self._forward_waits = self._shared.take_waits()
         for bucket, pending, total in self._landed:
             with named_range(WAIT):
                 pending.wait()
-            if total is not bucket.gradient:
-                bucket.gradient.add_(total)
+            if total is not bucket.flat.gradient:
+                bucket.flat.gradient.add_(total)
             self._give_gradients(bucket)
         self._landed.clear()
-        asked = [number for _, shards in self._undecided for number in shards.values()]
-        undecided = [(bucket, shard) for bucket, shards in self._undecided for shard in shards]
-        answers = self._used.finish(asked)
-        for (bucket, shard), is_present in zip(undecided, answers, strict=True):
-            if is_present:
-                bucket.give_gradient(shard)
-        if self._shared.steps_in_backward:
-            for bucket, _ in self._undecided:
+        if self._delayed:
+            self._shared.decide_gradients()
+            for bucket in self._delayed:
                 self._shared.step_flat(bucket.flat)
-        self._undecided.clear()
+            self._delayed.clear()
+
+
+def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Returns a call of a method whose owner it does not keep alive: no cycle, no wait for one."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments, **keywords)
+
+    return call
 
 
 def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
@@ -296,6 +342,7 @@ def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
         timeout=backend.options._timeout,
         backend=dist.get_backend(original),
         use_local_synchronization=True,
+        device_id=original.bound_device_id,
     )
     assert isinstance(copy, dist.ProcessGroup)
     return GroupReference(copy)

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
-from paceline.core.ranges import WAIT
-from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import view_like
 from paceline.parallel.partition import Partition, ShardLayout
-from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.ranks.reduce_scatter import start_all_gather
+from paceline.parallel.zero.in_flight import ArrivingParameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,10 +92,20 @@ class FlatParameters:
                     else nn.Parameter(piece),
                 )
             )
-        self._pending: Pending | None = None
+        self.gradient: Tensor = self.master[:0]
+        """Gradient of the local shard, once a container has made room for it."""
+        self.local_gradients: set[nn.Parameter] = set()
+        """Parameters whose gradients are this rank's own, to be sent with the next pass."""
+        self.undecided: dict[Shard, tuple[int, Tensor]] = {}
+        """Shards that other ranks may have had a gradient for, the places of their parameters among
+        all, and the sums."""
+        self.arriving = ArrivingParameters(self.parameters, layout.device)
+        self._versions = self._current_versions()
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of this rank's shards."""
+        self.undecided.clear()
+        self.local_gradients.clear()
         for shard in self.shards:
             if set_to_none:
                 shard.tensor.grad = None
@@ -107,6 +115,11 @@ class FlatParameters:
     def offset_of(self, shard: Shard) -> int:
         """Returns where a shard that was cut from its parameter begins in the local shard."""
         return int(shard.tensor.storage_offset() - self.master.storage_offset())
+
+    def gradient_of(self, shard: Shard) -> Tensor:
+        """Returns a shard's part of the local shard's gradient."""
+        begin = self.offset_of(shard)
+        return self.gradient[begin : begin + shard.end - shard.start]
 
     def require_in_place(self) -> None:
         """Raises if a parameter no longer lies where it was put, naming it."""
@@ -126,14 +139,25 @@ class FlatParameters:
             self.local_shard.copy_(self.master)
         # A graph that has saved the old values must not be run backward with the new ones.
         torch.autograd.graph.increment_version(self.parameters)
-        self._pending = start_all_gather(self.buffer, self.layout.borders, group)
+        self._versions = self._current_versions()
+        self.arriving.start(start_all_gather(self.buffer, self.layout.borders, group))
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reader of a parameter would have to wait."""
+        return self.arriving.are_in_flight
 
     def wait(self) -> None:
         """Waits until all shards are here, if they are in flight."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            with named_range(WAIT):
-                pending.wait()
+        self.arriving.wait()
+
+    def follow_edits(self) -> None:
+        """Lets the master follow parameters that were changed in place since they were sent."""
+        if self.has_master and self._current_versions() != self._versions:
+            self.refresh_master()
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters] if self.has_master else []
 
     @torch.no_grad()
     def refresh_master(self) -> None:
@@ -146,6 +170,7 @@ class FlatParameters:
             self.master.copy_(
                 torch.where(is_same, self.master, self.local_shard.to(self.master.dtype))
             )
+            self._versions = self._current_versions()
 
 
 def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:

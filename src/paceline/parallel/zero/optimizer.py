@@ -17,6 +17,7 @@ twice the parameters' size, the all-gather a third. A reduce-scatter saves one o
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +34,11 @@ from paceline.parallel.partition import Partition, plan_shards
 from paceline.parallel.reducer.module_checks import resolve_group
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
-from paceline.parallel.zero.optimizer_state import gather_full_state, load_full_state
+from paceline.parallel.zero.optimizer_state import (
+    gather_full_state,
+    load_full_state,
+    take_over_options,
+)
 from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
 from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 
@@ -98,6 +103,19 @@ class ShardedOptimizer(Optimizer):
         self._shard(self.param_groups)
 
     @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of this rank's shards."""
+        merged: defaultdict[Tensor, Any] = defaultdict(dict)
+        for part in self.parts:
+            if part.inner is not None:
+                merged.update(part.inner.state)
+        return merged
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Does nothing: torch's own constructor sets what the inner optimizers have."""
+
+    @property
     def parts(self) -> list[ShardOptimizer]:
         """One inner optimizer per flat buffer, in the order in which they step."""
         return list(self._parts.values())
@@ -126,14 +144,18 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for container in self._containers:
+            container.decide_gradients()
         for part in self.parts:
-            if not part.steps_in_backward:
+            is_set_by_hand = part.is_awaited_elsewhere and part.take_gradients_set_by_hand()
+            if is_set_by_hand or not part.steps_in_backward:
                 part.step(**kwargs)
         for part in self.parts:
             if not part.is_awaited_elsewhere:
                 part.flat.wait()
         for container in self._containers:
             container.has_stepped = False
+        take_over_options(self.parts)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,9 +164,13 @@ class ShardedOptimizer(Optimizer):
         Args:
             set_to_none: Whether gradients are dropped, or kept and filled with zeros.
         """
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # No gradient is in flight.
+            super().zero_grad(set_to_none)
+        for container in self._containers:
+            container.zero_gradients(set_to_none=set_to_none)
         for part in self.parts:
-            part.flat.zero_gradients(set_to_none=set_to_none)
+            if not part.is_awaited_elsewhere:
+                part.flat.zero_gradients(set_to_none=set_to_none)
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's shards."""
@@ -153,6 +179,8 @@ class ShardedOptimizer(Optimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """Returns the gradients of shards that their container has reduce-scattered."""
+        for container in self._containers:
+            container.decide_gradients()
         return [
             shard.tensor.grad
             for shard in self.shards()
@@ -167,13 +195,20 @@ class ShardedOptimizer(Optimizer):
                 kept += _tensors_in_state(part.inner)
         return kept
 
-    def state_dict(self) -> NoReturn:
-        """Refuses: a rank has the state of its own shards only."""
+    def __getstate__(self) -> NoReturn:
         raise UsageError(
-            "a rank has the state of its own shards only: save checkpoint_state(model) with "
-            "torch.distributed.checkpoint, or what full_state_dict(), called on all ranks, returns "
-            "on the first"
+            "a ShardedOptimizer cannot be copied or pickled: its state belongs to the shards of "
+            "these parameters; make another of the copy's parameters, and load full_state_dict()"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state on every rank, as torch's own optimizer does; all ranks call it.
+
+        This is what torch.distributed.checkpoint's functions over models and optimizers ask for.
+        It takes the memory that sharding saves: `checkpoint_state` does not, and `full_state_dict`
+        does on one rank only.
+        """
+        return gather_full_state(self.param_groups, self.parts, on_all_ranks=True)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the state dictionary of torch's own optimizer; all ranks call it.
@@ -220,6 +255,11 @@ class ShardedOptimizer(Optimizer):
         plain: list[nn.Parameter] = []
         sharded: dict[ShardedParameters, None] = {}
         for parameter in (parameter for group in groups for parameter in group["params"]):
+            if hasattr(parameter, "device_mesh"):
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, sharded over "
+                    "ranks already, and so is its optimizer's state; use a plain optimizer"
+                )
             if (found := find_sharded_parameters(parameter)) is None:
                 plain.append(parameter)
             else:

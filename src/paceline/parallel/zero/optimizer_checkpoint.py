@@ -25,20 +25,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from paceline.parallel.buckets import num_reals
 from paceline.parallel.zero.flat_parameters import Shard
 from paceline.parallel.zero.optimizer_state import (
-    STEP,
     OptimizerStateError,
     elements_of,
     install,
     load_options,
     number_parameters,
     pack_groups,
+    require_same_options,
     shaped,
 )
+from paceline.parallel.zero.runs import STEP
 from paceline.parallel.zero.shard_optimizer import ShardOptimizer
 
 _STATE = "state"
 _GROUPS = "param_groups"
 _LAYOUT = "layout"
+_LIST = "list"
 
 
 class FlatPiece(Tensor):
@@ -91,6 +93,7 @@ def checkpoint_state(
     groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer], model: nn.Module
 ) -> dict[str, Any]:
     """Returns what this rank has to save, by the names that the model gives its parameters."""
+    require_same_options(parts)
     names = _names(groups, model)
     state: dict[str, Any] = {}
     for part in parts:
@@ -101,7 +104,9 @@ def checkpoint_state(
                     value if elements is None else _piece(shard, elements)
                 )
     # As text: the checkpoint would take lists apart. A learning rate may be a tensor.
-    state[_GROUPS] = json.dumps(pack_groups(groups), default=lambda value: value.item())
+    state[_GROUPS] = json.dumps(
+        [_pack_lists(group) for group in pack_groups(groups)], default=lambda value: value.item()
+    )
     state[_LAYOUT] = json.dumps({name: _layout(p) for p, name in names.items()})
     return state
 
@@ -145,11 +150,21 @@ def load_checkpoint(
     install(parts, states)
 
 
+def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:
+    """Marks lists, which JSON cannot tell from tuples such as betas."""
+    return {
+        name: {_LIST: value} if isinstance(value, list) else value for name, value in group.items()
+    }
+
+
 def _unpack_groups(text: str) -> list[dict[str, Any]]:
-    return [
-        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
-        for group in json.loads(text)
-    ]
+    return [{name: _unpack(value) for name, value in group.items()} for group in json.loads(text)]
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_LIST}:
+        return value[_LIST]
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _layout(parameter: nn.Parameter) -> list[list[int]]:

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from paceline.core.errors import PacelineError
 from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.zero.flat_parameters import Shard, flat_elements
-from paceline.parallel.zero.shard_optimizer import MASTER, NOT_OPTIONS, ShardOptimizer
-
-STEP = "step"  # A parameter without dimensions has state of the same shape.
+from paceline.parallel.zero.runs import STEP
+from paceline.parallel.zero.shard_optimizer import (
+    MASTER,
+    NOT_OPTIONS,
+    ChangedOption,
+    ShardOptimizer,
+)
 
 
 class OptimizerStateError(PacelineError):
@@ -34,20 +38,39 @@ Or, for state that is not cut with the parameter, None and the state itself.
 
 
 def gather_full_state(
-    groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer]
+    groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer], *, on_all_ranks: bool = False
 ) -> dict[str, Any]:
     """Returns the state dictionary of torch's own optimizer on the first rank, else an empty one.
 
     It goes bucket by bucket, so that nobody holds more than the result and one bucket.
+
+    Args:
+        groups: Of whole parameters.
+        parts: The inner optimizers.
+        on_all_ranks: Whether all ranks get it, on their own devices.
     """
+    require_same_options(parts)
     numbers = number_parameters(groups)
     full: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
     for part in parts:
         group = part.group.get()
-        gathered: Any = [None] * group.size() if group.rank() == 0 else None
-        dist.gather_object(list(_entries(part, numbers)), gathered, group=group, group_dst=0)
-        _merge(full, gathered or [], {numbers[p]: p for p in part.flat.parameters if p in numbers})
-    if any(part.group.get().rank() != 0 for part in parts):
+        entries = list(_entries(part, numbers))
+        parameters = {numbers[p]: p for p in part.flat.parameters if p in numbers}
+        gathered: Any = [None] * group.size() if on_all_ranks or group.rank() == 0 else None
+        if on_all_ranks:
+            dist.all_gather_object(gathered, entries, group=group)
+        else:
+            dist.gather_object(entries, gathered, group=group, group_dst=0)
+        _merge(full, gathered or [], parameters)
+        if on_all_ranks:
+            for number, parameter in parameters.items():
+                full[number] = {
+                    key: value.to(parameter.device)
+                    if isinstance(value, Tensor) and value.dim()
+                    else value
+                    for key, value in full[number].items()
+                }
+    if not on_all_ranks and any(part.group.get().rank() != 0 for part in parts):
         return {}
     return {
         "state": {number: state for number, state in full.items() if state},
@@ -62,7 +85,8 @@ def _entries(part: ShardOptimizer, numbers: Mapping[nn.Parameter, int]) -> Itera
             if key == MASTER:
                 continue  # torch's optimizer would take it for state of its own.
             if (elements := elements_of(shard, key, value)) is not None:
-                yield number, key, shard.start, elements.cpu()
+                # A copy: pickled, a piece of a tensor takes the whole of it along.
+                yield number, key, shard.start, elements.detach().clone().cpu()
             else:
                 yield number, key, None, value.cpu() if isinstance(value, Tensor) else value
 
@@ -89,7 +113,9 @@ def load_full_state(
 ) -> None:
     """Gives this rank's shards what a state dictionary of torch's own optimizer holds of them."""
     load_options(groups, saved["param_groups"])
-    numbers = number_parameters(groups)
+    # torch.distributed.checkpoint has names in place of numbers; their order counts.
+    saved_numbers = (number for group in saved["param_groups"] for number in group["params"])
+    numbers = dict(zip(number_parameters(groups), saved_numbers, strict=True))
     install(
         parts,
         {
@@ -162,3 +188,41 @@ def install(parts: Sequence[ShardOptimizer], states: Mapping[Shard, dict[str, An
             if (master := state.pop(MASTER, None)) is not None and part.flat.has_master:
                 shard.tensor.copy_(master)
         part.load_state(own)
+
+
+def take_over_options(parts: Sequence[ShardOptimizer]) -> None:
+    """Lets the groups of whole parameters show what the inner optimizers have changed in theirs.
+
+    Some optimizers count steps or keep estimates there. What they do not agree on stays inside.
+    """
+    for changes in _changes(parts):
+        if not _disagree(changes):
+            for change in changes:
+                change.take_over()
+
+
+def require_same_options(parts: Sequence[ShardOptimizer]) -> None:
+    """Raises if inner optimizers have each made something else of an option, naming it."""
+    take_over_options(parts)
+    for changes in _changes(parts):
+        name, values = changes[0].name, {repr(change.value) for change in changes}
+        raise OptimizerStateError(
+            f"the optimizer keeps {name!r} in its groups, and has computed "
+            f"{', '.join(sorted(values))} for shards of one group: it is not an optimizer that "
+            "can be sharded, nor can its state be saved in whole"
+        )
+
+
+def _changes(parts: Sequence[ShardOptimizer]) -> list[list[ChangedOption]]:
+    found: dict[tuple[int, str], list[ChangedOption]] = {}
+    for part in parts:
+        for change in part.changed_options():
+            found.setdefault((id(change.outer), change.name), []).append(change)
+    return list(found.values())
+
+
+def _disagree(changes: Sequence[ChangedOption]) -> bool:
+    first = changes[0].value
+    if isinstance(first, Tensor):
+        return any(not torch.equal(first, change.value) for change in changes)
+    return any(change.value != first for change in changes)

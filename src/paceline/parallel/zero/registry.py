@@ -5,6 +5,7 @@ here, and know each other by weak references only: parameters are found by ident
 optimizer needs nothing but the parameters.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
+from paceline.parallel.ranks.device_clock import Moment
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters
+from paceline.parallel.zero.used_parameters import UsedParameters
 
 _Step: TypeAlias = Callable[[FlatParameters], None]
 
@@ -27,15 +30,22 @@ class ShardedParameters:
     Args:
         flats: In the order in which the next forward pass needs them.
         group: The ranks that hold the shards.
+        used: Which parameters any rank had a gradient for.
         steps_in_backward: Whether each bucket's parameters are updated as soon as their gradients
             have arrived.
     """
 
     def __init__(
-        self, flats: Sequence[FlatParameters], group: GroupReference, *, steps_in_backward: bool
+        self,
+        flats: Sequence[FlatParameters],
+        group: GroupReference,
+        used: UsedParameters,
+        *,
+        steps_in_backward: bool,
     ) -> None:
         self.flats = flats
         self.group = group
+        self._used = used
         self.steps_in_backward = steps_in_backward
         self.has_stepped = False
         """Whether parameters were updated in backward since the optimizer's last step."""
@@ -51,6 +61,8 @@ class ShardedParameters:
 
     def attach(self, step_flat: _Step) -> None:
         """Lets a method of an optimizer update this rank's shards of flat parameters."""
+        if self._find_step() not in (None, step_flat):
+            gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
         if self._find_step() not in (None, step_flat):
             raise UsageError(
                 "the parameters of a ShardedDataParallel belong to another ShardedOptimizer "
@@ -68,10 +80,43 @@ class ShardedParameters:
         self.has_stepped = True
         step(flat)
 
+    def decide_gradients(self) -> None:
+        """Gives a gradient to shards that only other ranks had one for; if any, asks the device."""
+        undecided = [item for flat in self.flats for item in flat.undecided.items()]
+        if undecided:
+            answers = self._used.had_gradients([place for _, (place, _) in undecided])
+            for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
+                if had_one:
+                    shard.tensor.grad = total
+        for flat in self.flats:
+            flat.undecided.clear()
+        self._used.forget()
+
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all shards."""
+        if set_to_none:
+            self._used.forget()
+        else:
+            self.decide_gradients()
         for flat in self.flats:
             flat.zero_gradients(set_to_none=set_to_none)
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether a reader of some parameter would have to wait."""
+        return any(flat.is_in_flight for flat in self.flats)
+
+    def take_waits(self) -> list[tuple[Moment, Moment]]:
+        """Returns when readers have waited for parameters since this was last asked."""
+        waits = [moments for flat in self.flats for moments in flat.arriving.waits]
+        for flat in self.flats:
+            flat.arriving.waits.clear()
+        return waits
+
+    def time_waits(self) -> None:
+        """Has it noted from now on how long readers wait."""
+        for flat in self.flats:
+            flat.arriving.is_timed = True
 
     def wait(self) -> None:
         """Waits until all parameters have their new values."""

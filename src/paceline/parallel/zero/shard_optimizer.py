@@ -1,17 +1,23 @@
-"""The inner optimizer of flat parameters: it updates this rank's shards of them."""
+"""The inner optimizer of flat parameters: it updates this rank's shards of them, and sends them.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+Under a container it is given neighbouring shards as one tensor (`paceline.parallel.zero.runs`).
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.parallel.partition import Partition
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard, flat_elements
+from paceline.parallel.zero.reduced_gradient import ReducedGradient
 from paceline.parallel.zero.registry import ShardedParameters
+from paceline.parallel.zero.runs import Run, join_neighbours, single
 
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -20,6 +26,21 @@ MASTER = "master"
 
 NOT_OPTIONS = ("params", "param_names")
 """What a group has beside its options."""
+
+
+class ChangedOption(NamedTuple):
+    """A value that an optimizer keeps in a group, as counts of steps and estimates are kept."""
+
+    outer: dict[str, Any]
+    """The group of whole parameters."""
+    given: dict[str, Any]
+    """What the inner group was last given."""
+    name: str
+    value: Any
+
+    def take_over(self) -> None:
+        """Lets the outer group show it."""
+        self.outer[self.name], self.given[self.name] = _own(self.value), _own(self.value)
 
 
 class ShardOptimizer:
@@ -44,29 +65,38 @@ class ShardOptimizer:
         self.flat = flat
         self.group = group
         self._make = make
+        self.is_awaited_elsewhere = container is not None
+        """Whether the next forward pass waits for what is sent, instead of the step itself."""
+        self.steps_in_backward = container is not None and container.steps_in_backward
         self.shards: list[Shard] = []
         """What this rank's optimizer updates."""
         self.inner: Optimizer | None = None
-        """None where this rank has no shard."""
+        """None where no group has a parameter of these."""
+        self._runs: dict[Shard, Run] = {}
         self._outer_groups: list[dict[str, Any]] = []
         self._given: list[dict[str, Any]] = []
         """The options that the inner groups were last given."""
         self.extend(outer_groups)
-        self.is_awaited_elsewhere = container is not None
-        """Whether the next forward pass waits for what is sent, instead of the step itself."""
-        self.steps_in_backward = container is not None and container.steps_in_backward
 
     def extend(self, outer_groups: Sequence[dict[str, Any]]) -> None:
         """Takes in the shards of further groups."""
         groups = []
         for outer in outer_groups:
             chosen = set(outer["params"])
+            parameters = [parameter for parameter in self.flat.parameters if parameter in chosen]
+            if not parameters:
+                continue
             shards = [shard for shard in self.flat.shards if shard.parameter in chosen]
-            if shards:
-                self.shards += shards
-                self._outer_groups.append(outer)
-                self._given.append(_options(outer))
-                groups.append({**_options(outer), "params": [shard.tensor for shard in shards]})
+            self.shards += shards
+            runs = (
+                join_neighbours(self.flat, shards) if self.is_awaited_elsewhere else single(shards)
+            )
+            self._runs |= {shard: run for run in runs for shard in run.shards}
+            self._outer_groups.append(outer)
+            self._given.append(_options(outer))
+            # Where this rank has no shard, something empty: an optimizer may count in its groups.
+            tensors = [run.tensor for run in runs] or [_nothing_like(parameters[0])]
+            groups.append({**_options(outer), "params": tensors})
         if self.inner is None and groups:
             self.inner = self._make(groups)
         elif self.inner is not None:
@@ -79,9 +109,12 @@ class ShardOptimizer:
             return  # All are frozen, on all ranks, and nothing has changed.
         self.flat.wait()
         self.flat.require_in_place()
+        self.flat.follow_edits()
         if self.inner is not None:
             self._pass_on_options(self.inner)
-            if self._cuts_gradients:
+            if self.is_awaited_elsewhere:
+                self._give_runs_their_gradients()
+            elif self._cuts_gradients:
                 for shard in self.shards:
                     shard.tensor.grad = self._cut_gradient(shard)
             self.inner.step(**keywords)
@@ -96,9 +129,19 @@ class ShardOptimizer:
         """
         groups = zip(self._outer_groups, inner.param_groups, self._given, strict=True)
         for outer, inner_group, given in groups:
-            for name, value in _options(outer).items():
-                if name not in given or _differs(value, given[name]):
-                    inner_group[name] = given[name] = value
+            for name, value in outer.items():
+                if name not in NOT_OPTIONS and (name not in given or _differs(value, given[name])):
+                    inner_group[name], given[name] = _own(value), _own(value)
+
+    def changed_options(self) -> Iterator[ChangedOption]:
+        """Yields what the inner optimizer has changed in its groups."""
+        if self.inner is None:
+            return
+        groups = zip(self._outer_groups, self.inner.param_groups, self._given, strict=True)
+        for outer, inner_group, given in groups:
+            for name, value in inner_group.items():
+                if name not in NOT_OPTIONS and (name not in given or _differs(value, given[name])):
+                    yield ChangedOption(outer, given, name, value)
 
     @property
     def _cuts_gradients(self) -> bool:
@@ -117,10 +160,63 @@ class ShardOptimizer:
             )
         return flat_elements(shard.parameter, gradient)[shard.start : shard.end]
 
+    def take_gradients_set_by_hand(self) -> bool:
+        """Takes whole gradients that no backward pass has computed; returns whether there are any.
+
+        torch.distributed.checkpoint sets zeros, so that a step makes the optimizer's state.
+        """
+        has_any = False
+        for shard in self.shards:
+            if shard.tensor.grad is not None or type(shard.parameter.grad) is ReducedGradient:
+                continue
+            if shard.parameter in self.flat.local_gradients:
+                continue  # Of a pass in no_sync: the next one sends it.
+            if (gradient := self._cut_gradient(shard)) is not None:
+                shard.tensor.grad = self.flat.gradient_of(shard).copy_(gradient)
+                has_any = True
+        return has_any
+
+    def _give_runs_their_gradients(self) -> None:
+        for run in dict.fromkeys(self._runs.values()):
+            if run.is_one_shard:
+                continue
+            num_present = sum(shard.tensor.grad is not None for shard in run.shards)
+            if num_present not in (0, len(run.shards)):
+                self._split(run)
+            elif num_present:
+                run.tensor.grad = self.flat.gradient[run.begin : run.begin + run.tensor.numel()]
+            else:
+                run.tensor.grad = None
+
+    def _split(self, run: Run) -> None:
+        """Lets the optimizer update each shard of a run by itself from now on."""
+        assert self.inner is not None
+        states = {shard: self._state_of(shard) for shard in run.shards}
+        self.inner.state.pop(run.tensor, None)
+        for group in self.inner.param_groups:
+            group["params"] = [
+                tensor
+                for present in group["params"]
+                for tensor in (
+                    [shard.tensor for shard in run.shards] if present is run.tensor else [present]
+                )
+            ]
+        for shard, state in states.items():
+            (self._runs[shard],) = single([shard])
+            if state:
+                self.inner.state[shard.tensor] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
+
+    def _state_of(self, shard: Shard) -> dict[str, Any]:
+        assert self.inner is not None
+        run = self._runs[shard]
+        return run.state_of(shard, self.inner.state.get(run.tensor, {}))
+
     def state_of(self, shard: Shard) -> dict[str, Any]:
         """Returns a shard's state, with its own value where that is more precise."""
-        assert self.inner is not None
-        state = dict(self.inner.state.get(shard.tensor, {}))
+        state = self._state_of(shard)
         if self.flat.has_master:
             state[MASTER] = shard.tensor.detach()
         return state
@@ -129,10 +225,17 @@ class ShardOptimizer:
         """Gives each shard its state, on its device and in its dtype as torch decides."""
         if self.inner is None:
             return
-        by_tensor = {shard.tensor: state for shard, state in states.items()}
+        for run in dict.fromkeys(self._runs.values()):
+            if not run.is_one_shard and not run.can_join(states):
+                self._split(run)
+        by_tensor = {
+            run.tensor: run.join_states(states) for run in dict.fromkeys(self._runs.values())
+        }
         tensors = [tensor for group in self.inner.param_groups for tensor in group["params"]]
         numbered = {
-            number: by_tensor[tensor] for number, tensor in enumerate(tensors) if by_tensor[tensor]
+            number: by_tensor[tensor]
+            for number, tensor in enumerate(tensors)
+            if by_tensor.get(tensor)
         }
         groups = self.inner.state_dict()["param_groups"]
         self.inner.load_state_dict({"state": numbered, "param_groups": groups})
@@ -143,6 +246,10 @@ class ShardOptimizer:
             shard.tensor.grad = None
 
 
+def _nothing_like(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().new_empty((0,) * max(1, parameter.dim())))
+
+
 def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return value is not other  # One that is changed in place is the inner group's as well.
@@ -150,4 +257,9 @@ def _differs(value: Any, other: Any) -> bool:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+    return {name: _own(value) for name, value in group.items() if name not in NOT_OPTIONS}
+
+
+def _own(value: Any) -> Any:
+    """Returns a copy of a list or dictionary; a tensor, such as a learning rate, is shared."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value

@@ -11,6 +11,7 @@ from paceline.accounting import (
     step_memory,
 )
 from paceline.accounting.memory.model_states import state_units
+from paceline.accounting.memory.step import _buckets
 from paceline.core import BatchShape, ModelShape, Precision, model_preset
 from paceline.core.strategies import (
     SHARDED_GRADIENTS,
@@ -121,3 +122,10 @@ def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
         # Each of n - 1 ranks sends the n-th part of its bucket.
         more = held[world_size]["before_step"].activations - held[2]["before_step"].activations
         assert more == largest * (1 / 2 - 1 / world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_rank_receives_every_other_ranks_part_of_its_shard_once(world_size: int) -> None:
+    shape = ModelShape(vocab_size=10, d_model=4, d_ff=8, num_layers=1, num_heads=1)
+    for bucket in _buckets(shape, Precision(), "sharded", world_size, 25.0):
+        assert bucket.arriving_bytes * world_size == bucket.num_bytes * (world_size - 1)
