@@ -1,40 +1,41 @@
-"""The containers on GPUs with NCCL, for the acceptance run of whoever has some."""
+"""The containers on GPUs with NCCL, for the acceptance run of whoever has some.
+
+The same checks run on CPUs at the size of a toy, so that nobody's first hour with a GPU is spent on
+a mistake in a check.
+"""
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from paceline.parallel import BucketedDataParallel, RankPool
-from tests.distributed.toys import CONTAINERS, Layered, data, loss_of, require_identical
+from tests.distributed.acceptance import checks
+from tests.distributed.toys import Layered, data, loss_of
 
-pytestmark = pytest.mark.gpu
-
-
-def _train(rank: int, world_size: int, container: str) -> None:
-    device = torch.device("cuda", rank)
-    torch.manual_seed(rank)
-    ours = CONTAINERS[container](Layered().to(device))
-    torch.manual_seed(0)
-    oracle = Layered().to(device)
-    for step in range(6):
-        loss_of(ours(data(step, rank).to(device), rank)).backward()
-        total = sum(
-            loss_of(oracle(data(step, other).to(device), other)) for other in range(world_size)
-        )
-        (total / world_size).backward()
-        for own, expected in zip(ours.parameters(), oracle.parameters(), strict=True):
-            require_identical(own.grad, "gradient")
-            torch.testing.assert_close(own.grad, expected.grad, atol=1e-5, rtol=1e-5)
-        ours.zero_grad()
-        oracle.zero_grad()
-    stats = ours.synchronization_stats()
-    assert stats is not None
-    assert all(bucket.finish_s > bucket.launch_s > 0 for bucket in stats.buckets)
+Pools = Callable[[int], RankPool]
+Property = Callable[[str, object], None]
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_training_equals_one_process(container: str) -> None:
+@pytest.fixture(scope="module")
+def nccl_pool() -> Iterator[RankPool]:
     with RankPool(torch.cuda.device_count(), backend="nccl", timeout_s=120) as pool:
-        pool.run(_train, container)
+        yield pool
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", checks("cuda"))
+def test_on_gpus(nccl_pool: RankPool, name: str, record_property: Property) -> None:
+    function, arguments = checks("cuda")[name]
+    for metric, number in nccl_pool.run(function, "cuda", *arguments)[0].items():
+        record_property(metric, number)
+
+
+@pytest.mark.parametrize("name", checks("cpu"))
+def test_on_cpus(rank_pool: Pools, name: str, record_property: Property) -> None:
+    function, arguments = checks("cpu")[name]
+    for metric, number in rank_pool(2).run(function, "cpu", *arguments)[0].items():
+        record_property(metric, number)
 
 
 def _choose(rank: int, _world_size: int) -> float:
@@ -46,7 +47,7 @@ def _choose(rank: int, _world_size: int) -> float:
     return container.bucket_size_choice.bucket_size_mb
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank alone has nothing to choose")
-def test_ranks_agree_on_a_bucket_size() -> None:
-    with RankPool(torch.cuda.device_count(), backend="nccl", timeout_s=120) as pool:
-        assert len(set(pool.run(_choose))) == 1
+def test_ranks_agree_on_a_bucket_size(nccl_pool: RankPool) -> None:
+    assert len(set(nccl_pool.run(_choose))) == 1

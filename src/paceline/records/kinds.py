@@ -123,6 +123,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("study", "noise"),
         ("departure", "num_sweeps", "num_draws", "level", "total_flops"),
     ),
+    # Random training programs under a container, compared with one process.
+    "fuzz": (("container", "first_seed", "programs", "world_size", *_PLACE), ("tolerance",)),
+    # What one rank of many pays before the first step.
+    "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
+    # One check of the acceptance run on GPUs.
+    "check": (("name", "world_size", "backend", *_PLACE), ()),
     # What became of a command that was to measure something for a report.
     ATTEMPT: (("name",), ("deliverables", "command")),
     "environment": (_PLACE, ("self_test", "world_size", "backend")),

@@ -1,0 +1,75 @@
+"""One record per test, in one file: what the first owner of a GPU sends back.
+
+    python -m pytest -m gpu -p tests.check_records --check-records gpu-checks.jsonl
+
+The record has the numbers that a test gave with `record_property`, and says why where it failed.
+"""
+
+import pathlib
+
+import pytest
+
+from paceline.records import Outcome, Record, RecordStore
+
+_OPTION = "--check-records"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        _OPTION, type=pathlib.Path, default=None, help="append a record of every test's outcome"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption(_OPTION)) is not None:
+        config.pluginmanager.register(CheckRecorder(path))
+
+
+class CheckRecorder:
+    """Appends a record for each test that has run, failed or was skipped."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._store = RecordStore(path)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # A test that was not reached says so in its setup; one that was, in its call.
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self._store.append(check_record(report))
+
+
+def check_record(report: pytest.TestReport) -> Record:
+    """Returns what became of a test."""
+    # Not before the tests have decided how torch and the kernels are loaded.
+    import torch
+
+    from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+    from paceline.benchmarks.harness.records import measured
+
+    device = resolve_device("auto")
+    on_gpu = device.type == "cuda"
+    outcome: Outcome = "ok" if report.passed else "skipped" if report.skipped else "failed"
+    numbers = {
+        name: float(value)
+        for name, value in report.user_properties
+        if isinstance(value, (int, float))
+    }
+    return measured(
+        "check",
+        {
+            "name": report.nodeid,
+            "world_size": torch.cuda.device_count() if on_gpu else 1,
+            "backend": "nccl" if on_gpu else "gloo",
+            **describe_hardware(device).as_case(),
+        },
+        {"time_s": report.duration, **numbers} if report.passed else {},
+        outcome=outcome,
+        reason=None if report.passed else _reason(report),
+    )
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext
+    return text.strip()[-2000:] or "no reason was given"
