@@ -21,9 +21,10 @@ def load(name: str) -> types.ModuleType:
 
 figures = load("figures")
 scaling_figures = load("scaling_figures")
+SCRIPTS = [figures, scaling_figures, load("features_table")]
 
 
-@pytest.mark.parametrize("script", [figures, scaling_figures], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_generated_tables_are_up_to_date(script: types.ModuleType) -> None:
     for name, text in script.tables().items():
         committed = (script.TABLES / name).read_text(encoding="utf-8")
