@@ -1,0 +1,158 @@
+"""Ranks as threads of which exactly one runs, in an order that a seed decides.
+
+A rank keeps the processor until it launches a message or waits for one. Then the seed chooses what
+happens next: another rank goes on, or a message that all ranks have launched is delivered. The same
+seed gives the same order again.
+"""
+
+import queue
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class ViolationError(AssertionError):
+    """What a program did that a real device would not forgive."""
+
+
+class _StoppedError(BaseException):
+    """Ends a rank whose fellow has failed; no program catches it by accident."""
+
+
+class Network(Protocol):
+    """What is delivered between ranks."""
+
+    def deliverable(self) -> list[Callable[[], None]]:
+        """Returns what could arrive now."""
+
+    def pending(self) -> str:
+        """Says what is on its way."""
+
+
+class Scheduler:
+    """Runs one program on every rank, one rank at a time.
+
+    Args:
+        num_ranks: How many threads there are; they live until `close`.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.network: Network
+        self._random = random.Random(0)
+        self._haste = self._patience = 0.5
+        self._running: set[int] = set()
+        self._waits: dict[int, Callable[[], bool]] = {}
+        self._results: list[Any] = []
+        self._error: BaseException | None = None
+        self._batons = [_taken_lock() for _ in range(num_ranks)]
+        self._is_over = _taken_lock()
+        self._programs: list[queue.SimpleQueue[Callable[[int], Any] | None]] = [
+            queue.SimpleQueue() for _ in range(num_ranks)
+        ]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, program: Callable[[int], Any], seed: int) -> list[Any]:
+        """Runs a program on all ranks in the order of a seed; returns what each rank returned."""
+        self._random = random.Random(seed)
+        # Messages that are always late, always early, or neither.
+        self._haste = self._random.choice((0.02, 0.3, 0.9))
+        # Ranks that go on for long, so that others fall behind, or that take turns.
+        self._patience = self._random.choice((0.95, 0.7, 0.3))
+        self._running = set(range(self.num_ranks))
+        self._waits.clear()
+        self._results = [None] * self.num_ranks
+        self._error = None
+        for programs in self._programs:
+            programs.put(program)
+        self._batons[self._random.randrange(self.num_ranks)].release()
+        self._is_over.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for programs in self._programs:
+            programs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def switch(self, rank: int) -> None:
+        """Lets the seed decide whether another rank goes on first."""
+        if self._error is not None or self._random.random() > self._patience:
+            self._pass_on(rank)
+
+    def wait(self, rank: int, is_over: Callable[[], bool]) -> None:
+        """Holds a rank up until something has happened."""
+        if not is_over():
+            self._waits[rank] = is_over
+            self._pass_on(rank)
+
+    def _serve(self, rank: int) -> None:
+        while (program := self._programs[rank].get()) is not None:
+            self._batons[rank].acquire()
+            try:
+                if self._error is None:
+                    self._results[rank] = program(rank)
+            except _StoppedError:
+                pass
+            except BaseException as error:
+                self._fail(error)
+            self._running.discard(rank)
+            if not self._running:
+                self._is_over.release()
+                continue
+            try:
+                following = self._choose()
+            except BaseException as error:
+                self._fail(error)
+                following = min(self._running)
+            self._batons[following].release()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+
+    def _pass_on(self, rank: int) -> None:
+        if self._error is None:
+            following = self._choose()
+            if following != rank:
+                self._batons[following].release()
+                self._batons[rank].acquire()
+        if self._error is not None:
+            raise _StoppedError
+
+    def _choose(self) -> int:
+        """Delivers messages until a rank's turn has come; returns the rank."""
+        while True:
+            if self._error is not None:
+                return min(self._running)
+            ready = [
+                rank
+                for rank in sorted(self._running)
+                if rank not in self._waits or self._waits[rank]()
+            ]
+            arrivals = self.network.deliverable()
+            if not (ready or arrivals):
+                raise ViolationError(
+                    f"ranks {sorted(self._running)} wait for each other; {self.network.pending()}"
+                )
+            if arrivals and (not ready or self._random.random() < self._haste):
+                self._random.choice(arrivals)()
+                continue
+            rank = self._random.choice(ready)
+            self._waits.pop(rank, None)
+            return rank
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
