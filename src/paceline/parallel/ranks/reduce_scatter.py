@@ -15,6 +15,7 @@ number of ranks: beyond it, their number would cost more than the link.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -118,12 +119,12 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     name = "all-gather"
-    if num_ranks == 1:
+    if num_ranks == 1 or not flat.numel():
         return Pending(name, flat.nbytes, [], flat.device)
-    shards = [flat[borders[peer] : borders[peer + 1]] for peer in range(num_ranks)]
     if not sends_directly(group, flat.device):
-        works = _gather_by_collectives(flat, shards, group)
+        works = _gather_by_collectives(flat, borders, group)
         return Pending(name, flat.nbytes, works, flat.device)
+    shards = _cut(flat, borders)
     peers = _peers(rank, num_ranks)
     # Parameters may be in flight when a profiler stops, and a message that it has seen begin would
     # end in memory that it has freed.
@@ -137,12 +138,19 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
     return Pending(name, flat.nbytes, works, flat.device, direct=True)
 
 
+def _cut(flat: Tensor, borders: Sequence[int]) -> list[Tensor]:
+    return [flat[begin:end] for begin, end in itertools.pairwise(borders)]
+
+
 def _gather_by_collectives(
-    flat: Tensor, shards: list[Tensor], group: dist.ProcessGroup
+    flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    own = shards[dist.get_rank(group)]
-    if len({shard.numel() for shard in shards}) == 1:
+    rank = dist.get_rank(group)
+    own = flat[borders[rank] : borders[rank + 1]]
+    # Equal shards are not looked at one by one: there may be thousands.
+    if isinstance(borders, range):
         return [all_gather_single(flat, own, group=group, async_op=True)]
+    shards = _cut(flat, borders)
     if works_in_place(flat.device):
         return [dist.all_gather(shards, own, group=group, async_op=True)]
     # gloo gathers equal shards only.
