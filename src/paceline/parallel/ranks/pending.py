@@ -14,7 +14,7 @@ may be gone.
 import atexit
 import sys
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,16 @@ class Pending:
             self._watcher = threading.Thread(target=self._wait_once, daemon=True)
             self._watcher.start()
         return not self._watcher.is_alive()
+
+    def when_over(self, tell: Callable[[], None]) -> None:
+        """Calls somebody at the end of direct messages, from a thread; for measurements."""
+        if self._is_direct:
+
+            def wait_and_tell() -> None:
+                self._wait_once()
+                tell()
+
+            threading.Thread(target=wait_and_tell, daemon=True).start()
 
     @property
     def is_awaited(self) -> bool:
