@@ -47,7 +47,6 @@ def _measure(
         num_bytes = sum(parameter.nbytes for parameter in inner.parameters())
         model = ShardedDataParallel(inner, num_bytes / num_buckets / MIB)
         stepper = ShardedOptimizer(model.parameters(), optimizer_cls, lr=0.01)
-        num_buckets = len(stepper.parts)
     samples = []
     for _ in range(steps):
         model(torch.ones(2, _WIDTH)).mean().backward()
@@ -55,6 +54,10 @@ def _measure(
         stepper.step()
         stepper.zero_grad()
         samples.append(time.thread_time() - began)
+    if isinstance(model, ShardedDataParallel):
+        stats = model.synchronization_stats()
+        assert stats is not None
+        num_buckets = len(stats.buckets)
     return {
         "step_ms": 1e3 * statistics.median(samples[steps // 4 :]),
         "num_buckets": num_buckets,

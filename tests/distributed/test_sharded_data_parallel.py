@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
 from paceline.parallel import (
@@ -750,3 +751,48 @@ class TwoBiases(nn.Module):
 
 def test_gradients_are_added_to_reduced_ones(rank_pool: Pools) -> None:
     rank_pool(2).run(_accumulate_without_clearing)
+
+
+class HostReads(TorchDispatchMode):
+    """Notes what would make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if function in (aten._local_scalar_dense.default, aten.nonzero.default):
+            self.found.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+def _read_nothing(rank: int, _world_size: int, model: str) -> None:
+    ours, sharded, _, _ = _pair(rank, model)
+    to_list = Tensor.tolist
+    for step in range(3):
+        with pytest.MonkeyPatch.context() as patch, HostReads() as reads:
+            patch.setattr(
+                Tensor, "tolist", lambda tensor: (reads.found.append("tolist"), to_list(tensor))[1]
+            )
+            with ours.no_sync():
+                loss_of(ours(data(step, rank), rank)).backward()
+            for micro in range(2):
+                loss_of(ours(data(10 + micro, rank), rank)).backward()
+            assert not reads.found
+            ours.clip_grad_norm_(1.0)
+            sharded.step()
+            sharded.zero_grad()
+        # Where this rank had no gradient for a shard, it asks once whether others had one.
+        may_ask = model == "unused_on_one_rank" and rank == 1
+        assert reads.found in ([], ["tolist"] if may_ask else [])
+
+
+@pytest.mark.parametrize("model", ["layered", "unused_on_one_rank"])
+@pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
+def test_the_host_reads_nothing_from_the_first_forward_to_the_step(
+    rank_pool: Pools, model: str
+) -> None:
+    rank_pool(2).run(_read_nothing, model)

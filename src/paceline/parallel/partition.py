@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from paceline.accounting.communication.buckets import assign_largest_first, equal_share
+from paceline.core.errors import UsageError
 from paceline.parallel.buckets import BucketPlan, Slot, TensorSpec, place_tensors, plan_buckets
 
 
@@ -22,6 +24,41 @@ class Partition(enum.StrEnum):
 
     ELEMENTS = "elements"
     PARAMETERS = "parameters"
+
+
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Those that treat each element by itself, so that it does not matter where cuts lie."""
+
+
+def choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> Partition:
+    """Returns how an optimizer's parameters are sharded, by default as finely as it allows."""
+    is_elementwise = optimizer_cls in _ELEMENTWISE
+    if partition is None:
+        return Partition.ELEMENTS if is_elementwise else Partition.PARAMETERS
+    if partition not in tuple(Partition):
+        raise UsageError(
+            f"partition must be one of {', '.join(Partition)}, or None; got {partition!r}"
+        )
+    if partition == Partition.ELEMENTS and not is_elementwise:
+        raise UsageError(
+            f"{optimizer_cls.__name__} is not known to treat each element by itself, so its "
+            'parameters cannot be cut anywhere; use partition="parameters"'
+        )
+    return Partition(partition)
 
 
 class ParameterSlice(NamedTuple):

@@ -112,6 +112,9 @@ class ShardedDataParallel(DataParallel):
         )
         self._gather_hooks = GatherHooks(module, self._shared)
         self._inner_modules = tuple(module.modules())
+        # Inside of a compiled graph no layer can wait. Not a decorator: that loads the compiler.
+        disable: Any = torch.compiler.disable
+        self._wait_before_compiled_code: Callable[[], None] = disable(self._shared.wait)
 
     @property
     def _synchronizes(self) -> bool:
@@ -132,11 +135,6 @@ class ShardedDataParallel(DataParallel):
 
     def _has_compiled_layer_in_flight(self) -> bool:
         return self._shared.are_in_flight and any(map(is_compiled, self._inner_modules))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _wait_before_compiled_code(self) -> None:
-        """Waits for everything: inside of a graph no layer can."""
-        self.wait_for_parameters()
 
     def synchronization_stats(self) -> SynchronizationStats | None:
         """Returns sizes and times of the last synchronisation on this rank; None before it.

@@ -9,8 +9,8 @@ averages them on all ranks, phases of one step on every rank are:
    on NCCL in place. All are in flight at once, and waited for in the end.
 
 Under `ShardedDataParallel`, which reduce-scatters the gradients, phases 2 and 3 go bucket by
-bucket, those that the next forward pass needs first; and nobody waits in the end, but the next
-forward pass does, layer by layer.
+bucket (small ones are updated together), those that the next forward pass needs first; and nobody
+waits in the end, but the next forward pass does, layer by layer.
 
 With all-reduced gradients this is ZeRO-1 with half as much communication again: an all-reduce moves
 twice the parameters' size, the all-gather a third. A reduce-scatter saves one of the three.
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import tensor_spec
-from paceline.parallel.partition import Partition, plan_shards
+from paceline.parallel.partition import Partition, choose_partition, plan_shards
 from paceline.parallel.reducer.module_checks import resolve_group
 from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
@@ -45,22 +45,8 @@ from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Those that treat each element by itself, so that it does not matter where cuts lie."""
+_STEPPED_TOGETHER = 2**17
+"""Elements of a rank's shards of several buckets that are updated before any is sent."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -87,7 +73,7 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         _require_step_without_closure(optimizer_cls)
-        self.partition = _choose_partition(partition, optimizer_cls)
+        self.partition = choose_partition(partition, optimizer_cls)
         group = resolve_group(process_group)
         self._group = GroupReference(group)
         self._make: MakeOptimizer = lambda groups: optimizer_cls(groups, **kwargs)
@@ -113,12 +99,16 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Does nothing: torch's own constructor sets what the inner optimizers have."""
+        """Does nothing: torch's own constructor sets what the inner optimizers have.
+
+        Args:
+            value: Empty.
+        """
 
     @property
     def parts(self) -> list[ShardOptimizer]:
-        """One inner optimizer per flat buffer, in the order in which they step."""
-        return list(self._parts.values())
+        """The inner optimizers, in the order in which they step."""
+        return list(dict.fromkeys(self._parts.values()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, and shards it over the ranks.
@@ -152,7 +142,8 @@ class ShardedOptimizer(Optimizer):
                 part.step(**kwargs)
         for part in self.parts:
             if not part.is_awaited_elsewhere:
-                part.flat.wait()
+                for flat in part.flats:
+                    flat.wait()
         for container in self._containers:
             container.has_stepped = False
         take_over_options(self.parts)
@@ -170,7 +161,8 @@ class ShardedOptimizer(Optimizer):
             container.zero_gradients(set_to_none=set_to_none)
         for part in self.parts:
             if not part.is_awaited_elsewhere:
-                part.flat.zero_gradients(set_to_none=set_to_none)
+                for flat in part.flats:
+                    flat.zero_gradients(set_to_none=set_to_none)
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's shards."""
@@ -189,7 +181,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_tensors(self) -> list[Tensor]:
         """Returns what this rank keeps from step to step, master copies of its shards included."""
-        kept = [part.flat.master for part in self.parts if part.flat.has_master]
+        kept = [flat.master for flat in self._parts if flat.has_master]
         for part in self.parts:
             if part.inner is not None:
                 kept += _tensors_in_state(part.inner)
@@ -281,7 +273,7 @@ class ShardedOptimizer(Optimizer):
         rank = dist.get_rank(self._group.get())
         for layout in plan_shards(specs, self._loads, self.partition):
             flat = FlatParameters(layout, parameters, names, rank=rank, partition=self.partition)
-            self._parts[flat] = ShardOptimizer(flat, self._group, groups, self._make)
+            self._parts[flat] = ShardOptimizer([flat], self._group, groups, self._make)
 
     def _follow_container(
         self, parameters: ShardedParameters, groups: Sequence[dict[str, Any]]
@@ -294,13 +286,13 @@ class ShardedOptimizer(Optimizer):
         parameters.attach(self._step_flat)
         if parameters not in self._containers:
             self._containers.append(parameters)
-        for flat in parameters.flats:
-            if flat in self._parts:
-                self._parts[flat].extend(groups)
-            else:
-                self._parts[flat] = ShardOptimizer(
-                    flat, parameters.group, groups, self._make, parameters
-                )
+        known = [flat for flat in parameters.flats if flat in self._parts]
+        for part in dict.fromkeys(self._parts[flat] for flat in known):
+            part.extend(groups)
+        new = [flat for flat in parameters.flats if flat not in self._parts]
+        for batch in [[flat] for flat in new] if parameters.steps_in_backward else _batches(new):
+            part = ShardOptimizer(batch, parameters.group, groups, self._make, parameters)
+            self._parts |= dict.fromkeys(batch, part)
 
     def _step_flat(self, flat: FlatParameters) -> None:
         part = self._parts[flat]
@@ -327,20 +319,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
-def _choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> Partition:
-    is_elementwise = optimizer_cls in _ELEMENTWISE
-    if partition is None:
-        return Partition.ELEMENTS if is_elementwise else Partition.PARAMETERS
-    if partition not in tuple(Partition):
-        raise UsageError(
-            f"partition must be one of {', '.join(Partition)}, or None; got {partition!r}"
-        )
-    if partition == Partition.ELEMENTS and not is_elementwise:
-        raise UsageError(
-            f"{optimizer_cls.__name__} is not known to treat each element by itself, so its "
-            'parameters cannot be cut anywhere; use partition="parameters"'
-        )
-    return Partition(partition)
+def _batches(flats: Sequence[FlatParameters]) -> Iterator[list[FlatParameters]]:
+    """Groups buckets that are so small that a step by itself would cost more than its arithmetic.
+
+    Large ones step one by one, so that the first is sent while the others are updated.
+    """
+    batch: list[FlatParameters] = []
+    num_elements = 0
+    for flat in flats:
+        num_elements += flat.master.numel()
+        if batch and num_elements > _STEPPED_TOGETHER:
+            yield batch
+            batch, num_elements = [], flat.master.numel()
+        batch.append(flat)
+    if batch:
+        yield batch
 
 
 def _require_step_without_closure(optimizer_cls: type[Optimizer]) -> None:

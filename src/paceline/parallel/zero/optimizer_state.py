@@ -55,7 +55,7 @@ def gather_full_state(
     for part in parts:
         group = part.group.get()
         entries = list(_entries(part, numbers))
-        parameters = {numbers[p]: p for p in part.flat.parameters if p in numbers}
+        parameters = {numbers[p]: p for flat in part.flats for p in flat.parameters if p in numbers}
         gathered: Any = [None] * group.size() if on_all_ranks or group.rank() == 0 else None
         if on_all_ranks:
             dist.all_gather_object(gathered, entries, group=group)
@@ -182,10 +182,11 @@ def load_options(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any
 def install(parts: Sequence[ShardOptimizer], states: Mapping[Shard, dict[str, Any]]) -> None:
     """Gives each shard its state, and its own value where it is more precise."""
     for part in parts:
-        part.flat.refresh_master()
+        for flat in part.flats:
+            flat.refresh_master()
         own = {shard: dict(states[shard]) for shard in part.shards}
         for shard, state in own.items():
-            if (master := state.pop(MASTER, None)) is not None and part.flat.has_master:
+            if (master := state.pop(MASTER, None)) is not None and part.has_master(shard):
                 shard.tensor.copy_(master)
         part.load_state(own)
 

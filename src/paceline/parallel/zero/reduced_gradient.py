@@ -48,6 +48,10 @@ class ReducedGradient(Tensor):
     def __init__(self, *_: object) -> None:
         pass
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Returns an empty storage, for those who count memory."""
+        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<gradient of {self.parameter_name!r}, reduce-scattered>"
 

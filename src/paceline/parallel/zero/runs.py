@@ -25,6 +25,7 @@ STEP = "step"
 class Run:
     """Neighbouring shards that the optimizer updates as one tensor, or a single one."""
 
+    flat: FlatParameters
     shards: Sequence[Shard]
     tensor: nn.Parameter
     """What the optimizer updates: the only shard's own tensor, or all of them."""
@@ -81,9 +82,9 @@ class Run:
         return slice(begin, begin + shard.end - shard.start)
 
 
-def single(shards: Sequence[Shard]) -> list[Run]:
+def single(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
     """Makes each shard a run."""
-    return [Run(shards=[shard], tensor=shard.tensor, offsets=[0]) for shard in shards]
+    return [Run(flat=flat, shards=[shard], tensor=shard.tensor, offsets=[0]) for shard in shards]
 
 
 def join_neighbours(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
@@ -93,12 +94,12 @@ def join_neighbours(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
     for _, numbered in itertools.groupby(enumerate(shards), lambda item: places[item[1]] - item[0]):
         joined = [shard for _, shard in numbered]
         if len(joined) == 1:
-            runs += single(joined)
+            runs += single(flat, joined)
             continue
         offsets = [flat.offset_of(shard) for shard in joined]
         end = offsets[-1] + joined[-1].end - joined[-1].start
         tensor = nn.Parameter(flat.master[offsets[0] : end])
-        runs.append(Run(shards=joined, tensor=tensor, offsets=offsets))
+        runs.append(Run(flat=flat, shards=joined, tensor=tensor, offsets=offsets))
     return runs
 
 

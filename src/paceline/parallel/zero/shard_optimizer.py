@@ -47,7 +47,7 @@ class ShardOptimizer:
     """Steps this rank's shards of flat parameters, and sends them.
 
     Args:
-        flat: Parameters, and this rank's shards of them.
+        flats: Parameters, and this rank's shards of them, which step together.
         group: The ranks that hold the shards.
         outer_groups: Groups of whole parameters; the shards take their options from them.
         make: Makes an optimizer of groups of shards.
@@ -56,13 +56,13 @@ class ShardOptimizer:
 
     def __init__(
         self,
-        flat: FlatParameters,
+        flats: Sequence[FlatParameters],
         group: GroupReference,
         outer_groups: Sequence[dict[str, Any]],
         make: MakeOptimizer,
         container: ShardedParameters | None = None,
     ) -> None:
-        self.flat = flat
+        self.flats = flats
         self.group = group
         self._make = make
         self.is_awaited_elsewhere = container is not None
@@ -83,14 +83,14 @@ class ShardOptimizer:
         groups = []
         for outer in outer_groups:
             chosen = set(outer["params"])
-            parameters = [parameter for parameter in self.flat.parameters if parameter in chosen]
+            parameters = [p for flat in self.flats for p in flat.parameters if p in chosen]
             if not parameters:
                 continue
-            shards = [shard for shard in self.flat.shards if shard.parameter in chosen]
-            self.shards += shards
-            runs = (
-                join_neighbours(self.flat, shards) if self.is_awaited_elsewhere else single(shards)
-            )
+            runs = []
+            for flat in self.flats:
+                shards = [shard for shard in flat.shards if shard.parameter in chosen]
+                self.shards += shards
+                runs += (join_neighbours if self.is_awaited_elsewhere else single)(flat, shards)
             self._runs |= {shard: run for run in runs for shard in run.shards}
             self._outer_groups.append(outer)
             self._given.append(_options(outer))
@@ -105,12 +105,13 @@ class ShardOptimizer:
 
     def step(self, **keywords: Any) -> None:
         """Updates this rank's shards, and starts to send them."""
-        if not any(parameter.requires_grad for parameter in self.flat.parameters):
-            return  # All are frozen, on all ranks, and nothing has changed.
-        self.flat.wait()
-        self.flat.require_in_place()
-        self.flat.follow_edits()
-        if self.inner is not None:
+        # Where all are frozen, they are so on all ranks, and nothing has changed.
+        flats = [flat for flat in self.flats if any(p.requires_grad for p in flat.parameters)]
+        for flat in flats:
+            flat.wait()
+            flat.require_in_place()
+            flat.follow_edits()
+        if flats and self.inner is not None:
             self._pass_on_options(self.inner)
             if self.is_awaited_elsewhere:
                 self._give_runs_their_gradients()
@@ -120,7 +121,8 @@ class ShardOptimizer:
             self.inner.step(**keywords)
             if self._cuts_gradients:
                 self.drop_gradients()
-        self.flat.publish(self.group.get())
+        for flat in flats:
+            flat.publish(self.group.get())
 
     def _pass_on_options(self, inner: Optimizer) -> None:
         """Gives the inner groups what has changed in the outer ones, as schedulers change them.
@@ -146,7 +148,7 @@ class ShardOptimizer:
     @property
     def _cuts_gradients(self) -> bool:
         """Whether shards' gradients are cut from whole ones, which all ranks have."""
-        return not self.is_awaited_elsewhere and self.flat.partition is Partition.ELEMENTS
+        return not self.is_awaited_elsewhere and self.flats[0].partition is Partition.ELEMENTS
 
     def _cut_gradient(self, shard: Shard) -> Tensor | None:
         gradient = shard.parameter.grad
@@ -169,10 +171,11 @@ class ShardOptimizer:
         for shard in self.shards:
             if shard.tensor.grad is not None or type(shard.parameter.grad) is ReducedGradient:
                 continue
-            if shard.parameter in self.flat.local_gradients:
+            flat = self._runs[shard].flat
+            if shard.parameter in flat.local_gradients:
                 continue  # Of a pass in no_sync: the next one sends it.
             if (gradient := self._cut_gradient(shard)) is not None:
-                shard.tensor.grad = self.flat.gradient_of(shard).copy_(gradient)
+                shard.tensor.grad = flat.gradient_of(shard).copy_(gradient)
                 has_any = True
         return has_any
 
@@ -184,7 +187,7 @@ class ShardOptimizer:
             if num_present not in (0, len(run.shards)):
                 self._split(run)
             elif num_present:
-                run.tensor.grad = self.flat.gradient[run.begin : run.begin + run.tensor.numel()]
+                run.tensor.grad = run.flat.gradient[run.begin : run.begin + run.tensor.numel()]
             else:
                 run.tensor.grad = None
 
@@ -202,7 +205,7 @@ class ShardOptimizer:
                 )
             ]
         for shard, state in states.items():
-            (self._runs[shard],) = single([shard])
+            (self._runs[shard],) = single(run.flat, [shard])
             if state:
                 self.inner.state[shard.tensor] = {
                     key: value.clone() if isinstance(value, Tensor) else value
@@ -214,10 +217,14 @@ class ShardOptimizer:
         run = self._runs[shard]
         return run.state_of(shard, self.inner.state.get(run.tensor, {}))
 
+    def has_master(self, shard: Shard) -> bool:
+        """Whether a shard is kept in a more precise dtype than its parameter."""
+        return self._runs[shard].flat.has_master
+
     def state_of(self, shard: Shard) -> dict[str, Any]:
         """Returns a shard's state, with its own value where that is more precise."""
         state = self._state_of(shard)
-        if self.flat.has_master:
+        if self.has_master(shard):
             state[MASTER] = shard.tensor.detach()
         return state
 
