@@ -4,7 +4,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import get_args
 
+from paceline.core.strategies import StrategyName
 from paceline.records import RecordStore
 from tests.unit.record_factory import step_record
 
@@ -72,3 +74,20 @@ def test_long_context() -> None:
     backend, difference = result.stdout.splitlines()
     assert backend.startswith("sdpa: on CPUs")
     assert float(difference.rpartition(" ")[2]) < 1e-5
+
+
+def test_any_strategy_gives_the_same_losses() -> None:
+    def losses(strategies: list[str], *options: str) -> set[str]:
+        command = [sys.executable, ROOT / "examples" / "any_strategy.py", "--ranks", "2", *options]
+        result = subprocess.run([*command, *strategies], capture_output=True, text=True, check=True)
+        by_strategy = dict(line.split(": ") for line in result.stdout.splitlines())
+        assert list(by_strategy) == strategies
+        return set(by_strategy.values())
+
+    strategies = [name for name in get_args(StrategyName) if name != "none"]
+    (plain,) = losses(strategies)
+    assert len(plain.split()) == 4
+    strategies.remove("sharded_per_bucket")  # Its buckets step before a norm is known.
+    strategies.remove("fully_sharded")  # Of its flat shards, torch computes a norm by rank.
+    (clipped,) = losses(strategies, "--max-norm", "0.1")
+    assert clipped != plain
