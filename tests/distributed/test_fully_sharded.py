@@ -5,7 +5,7 @@ import gc
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.specs import ModelShape
@@ -242,7 +243,7 @@ def _require_close(container: FullyShardedDataParallel, oracle: nn.Module) -> No
 
 def _require_close_values(container: FullyShardedDataParallel, oracle: nn.Module) -> None:
     expected = dict(oracle.named_parameters())
-    gathered = container.gather_full_params()
+    gathered = _full_parameters(container)
     assert list(gathered) == list(expected)
     for name, full in gathered.items():
         _require_close_tensor(full, expected[name], f"value of {name}")
@@ -253,25 +254,20 @@ def _require_close_gradients(container: FullyShardedDataParallel, oracle: nn.Mod
     expected = dict(oracle.named_parameters())
     assert list(shards) == list(expected)
     for name, shard in shards.items():
-        assert shard.dim() == 1
+        assert shard.shape == expected[name].shape
         assert shard.dtype == expected[name].dtype
         assert shard.requires_grad == expected[name].requires_grad
         assert (shard.grad is None) == (expected[name].grad is None), name
         if shard.grad is not None:
             assert shard.grad.shape == shard.shape
             assert shard.grad.dtype == shard.dtype
-    # What is gathered are the shards' values, whatever these are: for a moment, the gradients.
-    with torch.no_grad():
-        values = [shard.clone() for shard in shards.values()]
-        for shard in shards.values():
-            shard.zero_() if shard.grad is None else shard.copy_(shard.grad)
-        gradients = container.gather_full_params()
-        for shard, value in zip(shards.values(), values, strict=True):
-            shard.copy_(value)
-    for name, full in gradients.items():
-        gradient = expected[name].grad
-        if gradient is not None:
-            _require_close_tensor(full, gradient, f"gradient of {name}")
+            gradient = shard.grad.full_tensor()
+            _require_close_tensor(gradient, expected[name].grad, f"gradient of {name}")
+
+
+def _full_parameters(container: FullyShardedDataParallel) -> dict[str, Tensor]:
+    state = container.full_state_dict()
+    return {name: state[name] for name, _ in container.module.named_parameters()}
 
 
 def _require_close_tensor(own: Tensor, expected: Tensor, what: str) -> None:
@@ -282,7 +278,7 @@ def _require_close_tensor(own: Tensor, expected: Tensor, what: str) -> None:
 
 def _present(container: FullyShardedDataParallel) -> list[ShardedLayer]:
     """Returns the layers whose full parameters have memory."""
-    return [layer for layer in container._layers if layer.buffer.untyped_storage().nbytes()]
+    return [layer for layer in container._layers if layer.num_present_bytes]
 
 
 def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:
@@ -403,7 +399,7 @@ def _sum_wide(rank: int, _world_size: int, numbers: list[float], dtype: torch.dt
     container(torch.full((8,), numbers[rank])).backward()
     (shard,) = container.parameters()
     assert shard.grad is not None
-    return float(shard.grad.sum())
+    return float(shard.grad.to_local().sum())
 
 
 def test_sums_of_sixteen_bit_gradients_lose_nothing(rank_pool: Pools) -> None:
@@ -480,43 +476,59 @@ def _look_ahead(rank: int, _world_size: int) -> None:
     assert not _present(ours)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_two_layers_ahead_are_gathered_and_never_more(rank_pool: Pools, world_size: int) -> None:
     rank_pool(world_size).run(_look_ahead)
 
 
 def _python_tensor_bytes() -> int:
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+    tensors = [
+        thing
+        for thing in gc.get_objects()
+        # The memory of a DTensor is that of its local part.
+        if isinstance(thing, Tensor) and not isinstance(thing, DTensor)
+    ]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def _require_tensor_bytes(expected: int) -> None:
     """Waits a little: a thread of gloo lets go of a message after others have waited for it."""
-    for _ in range(100):
+    for _ in range(10):
         if _python_tensor_bytes() == expected:
             return
-        time.sleep(0.02)
-    assert _python_tensor_bytes() == expected
+        time.sleep(0.1)
+    assert _python_tensor_bytes() == expected, _python_tensor_bytes()
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t for t in (tensor.to_local() for tensor in tensors)}
+    return sum(t.untyped_storage().nbytes() for t in storages.values())
 
 
 def _memory(rank: int, world_size: int) -> None:
+    # A mesh has tensors of its own, and keeps more of them when it is used.
+    mesh = init_device_mesh("cpu", (world_size,))
+    first = FullyShardedDataParallel(Blocks(), process_group=mesh)
+    loss_of(first(data(0, rank), rank)).backward()
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+    del first
     before = _python_tensor_bytes()
-    ours = FullyShardedDataParallel(Blocks())
+    ours = FullyShardedDataParallel(Blocks(), process_group=mesh)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    shard_bytes = sum(shard.nbytes for shard in ours.parameters())
-    full_bytes = sum(full.nbytes for full in ours.gather_full_params().values())
-    # Each layer's share is filled up to sixteen bytes.
-    assert shard_bytes <= full_bytes / world_size + 16 * 7
+    shard_bytes = _storage_bytes(ours.parameters())
+    _full_parameters(ours)
+    # Rows are filled up to those of the rank that has most, and then to sixteen bytes.
+    rows = -(-WIDTH // world_size)
+    shard_length = -(-rows * WIDTH // 4) * 4 + -(-rows // 4) * 4
+    assert shard_bytes == 7 * 4 * shard_length
     _require_tensor_bytes(before + shard_bytes)
     for step in range(2):
         loss_of(ours(data(step, rank), rank)).backward()
-        gradients = {g.untyped_storage()._cdata: g for g in (p.grad for p in ours.parameters())}
-        gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients.values())
-        assert gradient_bytes <= full_bytes / world_size + 32 * 7
+        gradient_bytes = _storage_bytes(p.grad for p in ours.parameters())
+        assert gradient_bytes == shard_bytes + 7 * 16  # a number per parameter
         _require_tensor_bytes(before + shard_bytes + gradient_bytes)
-        del gradients
         optimizer.step()
         optimizer.zero_grad()
         _require_tensor_bytes(before + shard_bytes)
@@ -529,7 +541,7 @@ def test_between_steps_there_are_shards_alone(rank_pool: Pools, world_size: int)
 
 def _gather(rank: int, _world_size: int, model: str) -> None:
     ours, oracle = _make_pair(rank, model, compute_dtype=torch.bfloat16)
-    gathered = ours.gather_full_params()
+    gathered = _full_parameters(ours)
     assert list(gathered) == [name for name, _ in oracle.named_parameters()]
     for name, expected in oracle.named_parameters():
         full = gathered[name]
@@ -541,7 +553,7 @@ def _gather(rank: int, _world_size: int, model: str) -> None:
     incompatible = oracle.load_state_dict(gathered, strict=False)
     assert not incompatible.unexpected_keys
     names = [name for name, _ in ours.named_parameters()]
-    assert names == [f"module.{name}" for name in gathered]
+    assert names == list(gathered)
     assert not _present(ours)
 
 
@@ -553,68 +565,21 @@ def test_full_parameters_are_gathered_with_names_shapes_and_strides(
     rank_pool(world_size).run(_gather, model)
 
 
-class _Fragile(Blocks):
-    """Fails where it is told to, and leaves out the layers that it is told to."""
+class _Skipping(Blocks):
+    """Leaves out the layers that it is told to."""
 
-    fails_at: int | None = None
     skipped: tuple[int, ...] = ()
 
     def forward(self, x: Tensor, _rank: int) -> Tensor:
         for index, block in enumerate(self.blocks):
-            if index == self.fails_at:
-                raise ZeroDivisionError
             if index not in self.skipped:
                 x = F.gelu(block(x))
         return x
 
 
-class _FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-
-def _fail(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    oracle = _Fragile()
-    ours = FullyShardedDataParallel(copy.deepcopy(oracle))
-    shards = list(ours.parameters())
-    for step, fails_at in enumerate([None, 3, None, 0, 6]):
-        ours.module.fails_at = fails_at
-        if fails_at is not None:
-            with pytest.raises(ZeroDivisionError):
-                ours(data(step, rank), rank)
-            assert not _present(ours)
-            assert all(a is b for a, b in zip(shards, ours.parameters(), strict=True))
-            ours.module.fails_at = None
-            # In a layer itself, and in the midst of backward.
-            with pytest.raises(RuntimeError):
-                ours(data(step, rank)[:, 1:], rank)
-            assert not _present(ours)
-            x = data(step, rank).requires_grad_()
-            handle = ours.module.blocks[2].register_forward_hook(
-                lambda _module, _arguments, output: _FailsInBackward.apply(output)
-            )
-            with pytest.raises(ZeroDivisionError):
-                loss_of(ours(x, rank)).backward()
-            handle.remove()
-        loss_of(ours(data(step, rank), rank)).backward()
-        _oracle_backward(oracle, step, world_size)
-        _require_close(ours, oracle)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_after_an_error_the_next_pass_is_right(rank_pool: Pools, world_size: int) -> None:
-    rank_pool(world_size).run(_fail)
-
-
 def _change_course(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    oracle = _Fragile()
+    oracle = _Skipping()
     ours = FullyShardedDataParallel(copy.deepcopy(oracle))
     optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
     for step, skipped in enumerate([(), (2, 3), (2, 3), (0, 6), (), (5,)]):
@@ -743,7 +708,6 @@ class _ReturnsObject(nn.Linear):
 
 
 def _refused_when_made() -> Iterator[tuple[nn.Module, str]]:
-    yield nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"
     yield nn.LazyLinear(2), "'weight' has no shape yet"
     yield nn.GELU(), "no parameters"
     yield nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"
@@ -777,6 +741,7 @@ def _refuse(rank: int, _world_size: int) -> None:
     for refused in (copy.deepcopy, pickle.dumps):
         with pytest.raises(Exception, match="cannot be copied or pickled"):
             refused(ours)
+    ours = FullyShardedDataParallel(nn.Linear(WIDTH, 2))
     ours.double()
     with pytest.raises(Exception, match=r"'(weight|bias)' was converted to torch\.float64"):
         ours(data(0, rank).double())

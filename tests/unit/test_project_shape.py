@@ -106,6 +106,7 @@ EXPORTS = {
         "SynchronizationError",
         "SynchronizationStats",
         "UnusedParameter",
+        "WrapPolicy",
         "distributed_session",
         "is_launched",
         "run_ranks",

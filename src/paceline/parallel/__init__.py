@@ -8,6 +8,7 @@ from paceline.parallel.ddp.containers import (
     OverlappedDataParallel,
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.fsdp.wrap_policy import WrapPolicy
 from paceline.parallel.ranks.launch import RankError, RankPool, run_ranks
 from paceline.parallel.ranks.pending import CollectiveError
 from paceline.parallel.ranks.placement import Placement, is_launched
@@ -44,6 +45,7 @@ __all__ = [
     "SynchronizationError",
     "SynchronizationStats",
     "UnusedParameter",
+    "WrapPolicy",
     "distributed_session",
     "is_launched",
     "run_ranks",

@@ -1,0 +1,214 @@
+"""A layer's gradients on their way: collected in a message, reduce-scattered, added to the shards'.
+
+A message has a row for each rank: that rank's rows of every gradient, and behind them one number
+per parameter, which is 1 where the sender has a gradient for it. Added up with everything else they
+tell each rank, without a further call, which parameters some rank had a gradient for.
+
+Without synchronisation, gradients stay on this rank in full, in the parameters' own dtype, and go
+with the next message.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.parallel.buckets import reducible_gradient
+from paceline.parallel.fsdp.layout import LayerLayout
+from paceline.parallel.fsdp.sharding import Sharding
+from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
+
+if TYPE_CHECKING:
+    from paceline.parallel.fsdp.layer import LayerParameter
+
+
+class GradientMessage:
+    """The gradients of one layer.
+
+    Args:
+        layout: Where they lie.
+        parameters: What they are gradients of.
+        sharding: The ranks that get shards of them.
+        dtype: What they are computed in.
+        reduce_dtype: What they are sent in; None for what they are computed in.
+        traffic: Keeps count of messages and waits.
+    """
+
+    def __init__(
+        self,
+        layout: LayerLayout,
+        parameters: "Sequence[LayerParameter]",
+        *,
+        sharding: Sharding,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        traffic: Traffic,
+    ) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._sharding = sharding
+        self._dtype = dtype
+        self._reduce_dtype = reduce_dtype or dtype
+        self._traffic = traffic
+        self._open: Tensor | None = None
+        self._in_open: set[int] = set()
+        self._kept: Tensor | None = None
+        self._in_kept: set[int] = set()
+        self._in_flight: list[tuple[ReduceScatter, int]] = []
+        self._sums: list[tuple[Tensor, Pending | None]] = []
+        self.arrived: set[int] = set()
+        """Positions of parameters whose gradient this rank has sent in this pass."""
+
+    @property
+    def unsent(self) -> list[str]:
+        """Names of parameters whose gradients wait for being sent in this pass."""
+        return [self._parameters[position].name for position in sorted(self._in_open)]
+
+    @torch.no_grad()
+    def take(self, position: int, *, keep: bool) -> None:
+        """Moves a complete gradient of one of the parameters into the message.
+
+        Args:
+            position: Which.
+            keep: Whether it stays on this rank until a later pass is averaged.
+        """
+        parameter = self._parameters[position]
+        gradient = reducible_gradient(
+            parameter.full, parameter.name, self._dtype, self._layout.device
+        )
+        parameter.full.grad = None
+        if keep:
+            self._kept = self._new(self._layout.dtype) if self._kept is None else self._kept
+            target, present = self._kept, self._in_kept
+        else:
+            self._open = self._new(self._reduce_dtype) if self._open is None else self._open
+            target, present = self._open, self._in_open
+        for rows, own in parameter.piece.blocks(target, gradient):
+            # A second gradient in one pass comes from a checkpoint that runs a pass of its own.
+            rows.add_(own) if position in present else rows.copy_(own)
+        present.add(position)
+
+    @torch.no_grad()
+    def send(self, weight: Tensor | None, *, is_weightless: bool) -> None:
+        """Sends each rank its rows of the gradients, with zeros for what is missing.
+
+        Args:
+            weight: The factor of this rank's gradients in the average; None if all count alike.
+            is_weightless: Whether this rank's weight is zero: what it has may not be finite.
+        """
+        message = self._open
+        if message is None:
+            message = self._new(self._reduce_dtype)
+        if self._kept is not None:
+            message = self._add_kept(message)
+        length = self._layout.length
+        present = self._in_open | self._in_kept
+        message[:, length:].fill_(1)
+        for position, parameter in enumerate(self._parameters):
+            if position not in present:
+                piece = parameter.piece
+                message[:, piece.offset : piece.offset + piece.num_elements].zero_()
+                message[:, length + position].zero_()
+        if weight is not None:
+            gradients = message[:, :length]
+            if is_weightless:
+                gradients.masked_fill_(weight == 0, 0)
+            gradients.mul_(weight)
+        self.arrived |= present
+        self._open = self._kept = None
+        self._in_open, self._in_kept = set(), set()
+        self._in_flight.append((self._start(message), self._traffic.num_messages))
+        self._traffic.sent(message.nbytes, len(self._parameters))
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Waits for what is in flight, lets go of the messages, and starts to add up replicas."""
+        in_flight, self._in_flight = self._in_flight, []
+        for reduce_scatter, number in in_flight:
+            self._traffic.wait(reduce_scatter, number)
+            layout = self._layout
+            total = torch.empty(layout.row_length, dtype=layout.dtype, device=layout.device)
+            reduce_scatter.add_to(total, overwrite=True)
+            groups = self._sharding.replicate_groups
+            pending = None
+            if groups:
+                work = dist.all_reduce(total, group=groups[0].get(), async_op=True)
+                pending = Pending("all-reduce of shards", total.nbytes, [work], total.device)
+            self._sums.append((total, pending))
+
+    @torch.no_grad()
+    def total(self) -> Tensor | None:
+        """Returns the sum over all ranks of what they have sent in this pass; None if nothing."""
+        sums, self._sums = self._sums, []
+        result: Tensor | None = None
+        for total, pending in sums:
+            if pending is not None:
+                self._traffic.wait(pending)
+            for group in self._sharding.replicate_groups[1:]:
+                dist.all_reduce(total, group=group.get())
+            result = total if result is None else result.add_(total)
+        return result
+
+    @torch.no_grad()
+    def settle(self, total: Tensor, *, divide: bool, some_rank_had: Sequence[float] | None) -> None:
+        """Adds the means to the shards' gradients.
+
+        Args:
+            total: The sum over all ranks.
+            divide: Whether it is to be divided by their number.
+            some_rank_had: For each parameter, whether any rank had a gradient for it; None if this
+                rank had one for all that are trained.
+        """
+        if divide:
+            total[: self._layout.length].div_(self._sharding.num_ranks)
+        for position, parameter in enumerate(self._parameters):
+            if position in self.arrived or (some_rank_had and some_rank_had[position]):
+                parameter.add_gradient(parameter.piece.local(total, self._sharding.shard))
+        self.arrived = set()
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether this rank had no gradient for a parameter that is trained."""
+        return any(
+            parameter.shard.requires_grad and position not in self.arrived
+            for position, parameter in enumerate(self._parameters)
+        )
+
+    def flags(self, total: Tensor) -> Tensor:
+        """Returns the numbers behind the gradients."""
+        return total[self._layout.length : self._layout.length + len(self._parameters)]
+
+    def drop(self) -> None:
+        """Forgets a pass; what was kept for a later one stays."""
+        self._open, self._in_open = None, set()
+        self._in_flight, self._sums, self.arrived = [], [], set()
+        for parameter in self._parameters:
+            parameter.full.grad = None
+
+    def _start(self, message: Tensor) -> ReduceScatter:
+        group = self._sharding.shard_group
+        if group is None:
+            return ReduceScatter(message, [message[0]], [])
+        return start_reduce_scatter(message.view(-1), group.get())
+
+    def _add_kept(self, message: Tensor) -> Tensor:
+        """Returns a message with what earlier passes have left here, added up wide."""
+        assert self._kept is not None
+        for position in self._in_open:
+            piece = self._parameters[position].piece
+            columns = slice(piece.offset, piece.offset + piece.num_elements)
+            if position in self._in_kept:
+                self._kept[:, columns].add_(message[:, columns])
+            else:
+                self._kept[:, columns].copy_(message[:, columns])
+        return self._kept.to(self._reduce_dtype)
+
+    def _new(self, dtype: torch.dtype) -> Tensor:
+        # Filling between the pieces is sent, but never read.
+        layout = self._layout
+        shape = (layout.num_shards, layout.row_length)
+        return torch.empty(shape, dtype=dtype, device=layout.device)

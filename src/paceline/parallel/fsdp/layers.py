@@ -1,0 +1,173 @@
+"""Dividing a module into layers, and telling who uses which of them."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.core.errors import UsageError
+from paceline.parallel.fsdp.layer import LayerParameter, Named, ShardedLayer
+from paceline.parallel.fsdp.layout import lay_out
+from paceline.parallel.fsdp.sharding import Sharding
+from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.fsdp.wrap_policy import FoundUser, WrapPolicy, find_users
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerUser:
+    """A module that needs full parameters while its forward runs."""
+
+    name: str
+    module: nn.Module
+    scope: list[nn.Module]
+    """The modules whose own parameters it needs."""
+    layers: list[ShardedLayer]
+    """Its own, and those of parameters that it shares with modules before it."""
+    places: list[tuple[nn.Module, str, LayerParameter]]
+    """Where its parameters are attributes."""
+
+    def show_full(self) -> None:
+        """Makes the full parameters the modules' own."""
+        for module, name, parameter in self.places:
+            setattr(module, name, parameter.full)
+
+    def show_shards(self) -> None:
+        """Makes the shards the modules' own."""
+        for module, name, parameter in self.places:
+            setattr(module, name, parameter.shard)
+
+    def require_shards(self) -> None:
+        """Refuses parameters that took the place of the shards, or whose memory others took."""
+        for module, name, parameter in self.places:
+            if module._parameters.get(name) is not parameter.shard:
+                raise UsageError(
+                    f"parameter {parameter.name!r} was replaced after its container was made; "
+                    "change its values in place, with copy_ or load_state_dict"
+                )
+            parameter.require_in_place()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """How all layers of a container are made."""
+
+    shared_out: Sharding
+    replicated: Sharding
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    policy: WrapPolicy | None
+    traffic: Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What parameters of one layer have in common."""
+
+    user: int | None
+    """Whose they are; None for those that are not sharded, which are one layer."""
+    dtype: torch.dtype
+    is_plain: bool
+
+
+def shard_module(
+    module: nn.Module, settings: LayerSettings
+) -> tuple[list[ShardedLayer], list[LayerUser]]:
+    """Divides a module into layers, and makes the shards its parameters.
+
+    Values are those that the parameters have; on the meta device they have none, and the shards
+    are zeros.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = list(find_users(module, settings.policy))
+    kinds: dict[nn.Parameter, _Kind] = {}
+    for number, user in enumerate(found):
+        for _, _, parameter in _occurrences(user):
+            kinds.setdefault(parameter, _kind(number, user, parameter, settings.policy))
+    by_kind: dict[_Kind, list[Named]] = defaultdict(list)
+    for parameter, kind in kinds.items():
+        by_kind[kind].append((names[parameter], parameter))
+    homes: dict[nn.Parameter, tuple[ShardedLayer, LayerParameter]] = {}
+    layers = []
+    for kind, named in by_kind.items():
+        layer = _make_layer(kind, named, settings)
+        layers.append(layer)
+        for position, (_, parameter) in enumerate(named):
+            homes[parameter] = (layer, layer.parameters[position])
+            if not parameter.is_meta:
+                layer.take_values(position, parameter.detach())
+    users = [
+        LayerUser(
+            name=user.path,
+            module=user.module,
+            scope=user.scope,
+            layers=list(dict.fromkeys(homes[p][0] for _, _, p in _occurrences(user))),
+            places=[(owner, name, homes[p][1]) for owner, name, p in _occurrences(user)],
+        )
+        for user in found
+    ]
+    for one in users:
+        one.show_shards()
+    _require_no_other_references(module, names)
+    return layers, users
+
+
+def _occurrences(user: FoundUser) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (owner, name, parameter)
+        for owner in user.scope
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _kind(
+    number: int, user: FoundUser, parameter: nn.Parameter, policy: WrapPolicy | None
+) -> _Kind:
+    is_rest = policy is not None and policy.rest == "replicated" and not user.is_layer
+    # A number has no rows to share out.
+    if is_rest or parameter.dim() == 0:
+        return _Kind(user=None, dtype=parameter.dtype, is_plain=is_rest)
+    return _Kind(user=number, dtype=parameter.dtype, is_plain=False)
+
+
+def _make_layer(kind: _Kind, named: list[Named], settings: LayerSettings) -> ShardedLayer:
+    sharding = settings.replicated if kind.user is None else settings.shared_out
+    layout = lay_out(
+        [parameter for _, parameter in named], kind.dtype, settings.device, sharding.num_shards
+    )
+    return ShardedLayer(
+        layout,
+        named,
+        sharding=sharding,
+        compute_dtype=None if kind.is_plain else settings.compute_dtype,
+        reduce_dtype=None if kind.is_plain else settings.reduce_dtype,
+        is_plain=kind.is_plain,
+        traffic=settings.traffic,
+    )
+
+
+def _require_no_other_references(module: nn.Module, names: dict[nn.Parameter, str]) -> None:
+    """Refuses a parameter that a module keeps somewhere else too: it would stay as it was."""
+    for path, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if attribute in ("_parameters", "_modules", "_buffers"):
+                continue
+            for leaf in _parameters_in(value):
+                if leaf in names:
+                    raise UsageError(
+                        f"module {path or type(owner).__name__!r} keeps parameter "
+                        f"{names[leaf]!r} in {attribute!r} too, where it would never be trained; "
+                        "read it from the module's attribute, or keep it in an nn.ParameterList"
+                    )
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, (nn.Parameter, list, tuple, dict)):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, nn.Parameter):
+                yield leaf

@@ -1,0 +1,90 @@
+"""Giving values to a module that was made on the meta device, one layer at a time.
+
+No rank ever holds more than its shards and the layer that is being initialised: values are computed
+for one layer, taken over from the first rank, and cut.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.core.errors import UsageError
+from paceline.parallel.fsdp.layer import LayerParameter, ShardedLayer
+from paceline.parallel.fsdp.layers import LayerUser
+from paceline.parallel.reducer.same_model import broadcast_tensors
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether a module's parameters have no memory yet; some alone is an error."""
+    states = {parameter.is_meta: name for name, parameter in module.named_parameters()}
+    if len(states) == 2:
+        raise UsageError(
+            f"parameter {states[True]!r} is on the meta device and {states[False]!r} is not; make "
+            "all of the module there, or none"
+        )
+    return True in states
+
+
+def default_device(group: dist.ProcessGroup) -> torch.device:
+    """Returns where a group's ranks compute."""
+    if torch.device("cuda") in group._device_types and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:
+    """Gives memory to buffers on the meta device; returns their names."""
+    allocated = []
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.zeros_like(buffer, device=device)
+                allocated.append(f"{path}.{name}" if path else name)
+    return allocated
+
+
+@torch.no_grad()
+def initialize_layers(
+    module: nn.Module,
+    users: list[LayerUser],
+    layers: list[ShardedLayer],
+    initialize: Callable[[nn.Module], None],
+    group: dist.ProcessGroup,
+) -> None:
+    """Calls a function with every module that has parameters or buffers of its own.
+
+    While it runs, the module's parameters are full. A parameter that several modules share keeps
+    the value that the first one gives it.
+    """
+    homes = {p: (layer, index) for layer in layers for index, p in enumerate(layer.parameters)}
+    called: set[nn.Module] = set()
+    for user in users:
+        values = dict(_full_values(user, homes))
+        for owner, name, parameter in user.places:
+            setattr(owner, name, values[parameter])
+        for part in user.scope:
+            if part not in called and (part._parameters or part._buffers):
+                called.add(part)
+                initialize(part)
+        fresh = [parameter for parameter in values if parameter in homes]
+        if fresh:
+            broadcast_tensors([values[parameter] for parameter in fresh], group)
+        for parameter in fresh:
+            layer, index = homes.pop(parameter)
+            layer.take_values(index, values[parameter])
+        user.show_shards()
+        del values
+    for part in module.modules():
+        if part not in called and part._buffers:
+            initialize(part)
+
+
+def _full_values(
+    user: LayerUser, homes: dict[LayerParameter, tuple[ShardedLayer, int]]
+) -> Iterator[tuple[LayerParameter, Tensor]]:
+    for _, _, parameter in user.places:
+        like = parameter.full
+        full = torch.empty(like.shape, dtype=parameter.local.dtype, device=like.device)
+        yield parameter, nn.Parameter(full, parameter.shard.requires_grad)

@@ -1,0 +1,320 @@
+"""When layers are gathered and freed, and when their gradients are sent.
+
+Everything that is sent follows from the order of the forward pass alone, so that all ranks launch
+the same in the same order. At most two messages of gradients have memory: before a layer's is
+opened, that of the layer two before it has been waited for, and added to the shard. Nothing asks
+whether a message has arrived, and nothing waits for the device on the host.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+
+from paceline.parallel.fsdp.checks import require_watchable
+from paceline.parallel.fsdp.layer import ShardedLayer
+from paceline.parallel.fsdp.layers import LayerUser
+from paceline.parallel.fsdp.passes import BackwardPass, ForwardPass, Use
+from paceline.parallel.fsdp.settlement import add_means, require_all_sent
+from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.reducer.backward_pass import OUTSIDE_BACKWARD, current_pass
+from paceline.parallel.reducer.hooks import when_complete
+from paceline.parallel.reducer.module_checks import tensors_in
+from paceline.parallel.reducer.settings import SyncState
+from paceline.parallel.reducer.synchronizer import SynchronizationError
+
+
+class Schedule:
+    """Gathers and frees layers as forward and backward reach them.
+
+    Args:
+        users: The modules that need full parameters.
+        layers: All of these.
+        sync_state: What the container's user wants.
+        traffic: Keeps count of messages and waits.
+        layers_ahead: How many modules' layers are gathered before they are needed.
+        reshard_after_forward: Whether layers are freed between forward and backward.
+        is_distributed: Whether there are other ranks.
+    """
+
+    def __init__(
+        self,
+        users: Sequence[LayerUser],
+        layers: Sequence[ShardedLayer],
+        *,
+        sync_state: SyncState,
+        traffic: Traffic,
+        layers_ahead: int,
+        reshard_after_forward: bool,
+        is_distributed: bool,
+    ) -> None:
+        self._users = users
+        self._layers = layers
+        self._sync_state = sync_state
+        self._traffic = traffic
+        self._layers_ahead = layers_ahead
+        self._reshards = reshard_after_forward
+        self._is_distributed = is_distributed
+        self._forward = ForwardPass()
+        self._known = ForwardPass()
+        """The last complete forward pass."""
+        self._in_forward = False
+        self._backward: BackwardPass | None = None
+        self._kept_for_graph = False
+        self.arrived: dict[str, bool] = {}
+        """Which trained parameters had a gradient on this rank in the last synchronised pass."""
+        self._accumulators: list[tuple[nn.Parameter, Node]] = []
+        for user in users:
+            _call_around_forward(user, self)
+        for number, layer in enumerate(layers):
+            for index, parameter in enumerate(layer.parameters):
+                tell = functools.partial(Schedule.take_gradient, number=number, index=index)
+                when_complete(parameter.full, self, tell)
+                self._accumulators.append(
+                    (parameter.shard, get_gradient_edge(parameter.full.requires_grad_()).node)
+                )
+
+    def begin_forward(self) -> None:
+        """Starts a forward pass of the whole model from shards alone."""
+        self._require_whole_pass()
+        for user in self._users:
+            user.require_shards()
+        for layer in self._layers:
+            if not self._kept_for_graph or layer.is_stale:
+                layer.reset()
+        self._traffic.begin_forward()
+        self._sync_state.forward_synchronizes = self._sync_state.synchronize
+        self._forward = ForwardPass(synchronizes=self._sync_state.synchronize)
+        self._in_forward = True
+
+    def end_forward(self) -> None:
+        """Keeps the order for the next pass."""
+        self._known = self._forward
+        self._in_forward = False
+
+    def break_forward(self) -> None:
+        """An error has ended the forward pass."""
+        for user in self._users:
+            user.show_shards()
+        if not (self._is_distributed and self._forward.started):
+            self._in_forward = False
+
+    def _require_whole_pass(self) -> None:
+        """Refuses to go on after a pass that an error has ended.
+
+        Other ranks may be anywhere: what they have sent would be taken for something else.
+        """
+        broken = "forward" if self._in_forward else "backward"
+        if self._is_distributed and (self._in_forward or self._backward is not None):
+            raise SynchronizationError(
+                f"rank {dist.get_rank()}: the last {broken} pass was broken off while layers were "
+                "being gathered and gradients averaged, and the ranks no longer agree on what is "
+                "sent; start again from a checkpoint"
+            )
+        if self._in_forward or self._backward is not None:
+            for user in self._users:
+                user.show_shards()
+        self._in_forward, self._backward = False, None
+
+    def before_forward(self, user: LayerUser) -> None:
+        """Gathers what a module needs, and starts what is needed next."""
+        if current_pass() == OUTSIDE_BACKWARD:
+            self._forward.started.append(user)
+        else:  # A checkpoint computes a forward pass a second time.
+            recomputed = self._begin_backward(None).recomputed
+            recomputed.update(dict.fromkeys(user.layers))
+        for layer in [*user.layers, *self._next_layers()]:
+            layer.start_all_gather()
+        for layer in user.layers:
+            layer.wait()
+            layer.num_users += 1
+        user.show_full()
+
+    def after_forward(
+        self, user: LayerUser, first: int, sources: Sequence[Node | None], output: Any
+    ) -> None:
+        """Frees what a module needed, and watches for the gradients of its output.
+
+        Args:
+            user: The module.
+            first: How many uses had ended when it began.
+            sources: What computed its inputs.
+            output: What it returned.
+        """
+        user.show_shards()
+        for layer in user.layers:
+            layer.num_users -= 1
+        if current_pass() != OUTSIDE_BACKWARD:
+            return  # The backward that follows needs them.
+        tensors = list(tensors_in(output))
+        require_watchable(user, output, tensors)
+        # The gradient of what is only handed on arrives when the layer's backward is long over.
+        computed = [tensor for tensor in tensors if tensor.grad_fn not in (None, *sources)]
+        is_watched = torch.is_grad_enabled() and bool(computed)
+        if is_watched:
+            self._watch(computed)
+        self._forward.uses.append(Use(user=user, first=first, is_watched=is_watched))
+        is_last = len(self._forward.uses) == len(self._known.uses)
+        stays = is_watched and user.module.training and (is_last or not self._reshards)
+        if not (stays or self._kept_for_graph):
+            kept = self._next_layers()
+            for layer in user.layers:
+                if layer not in kept:
+                    layer.free()
+
+    @property
+    def num_uses(self) -> int:
+        """How many modules have ended their forward in this pass."""
+        return len(self._forward.uses)
+
+    @torch.no_grad()
+    def take_gradient(self, number: int, index: int) -> None:
+        """Takes in a gradient that a backward pass has completed."""
+        backward = self._begin_backward(None)
+        self._layers[number].gradients.take(index, keep=not backward.averages)
+
+    def _next_layers(self) -> list[ShardedLayer]:
+        """Returns what the modules need that run next, if this pass goes like the one before."""
+        so_far, known = self._forward.started, self._known.started
+        if current_pass() != OUTSIDE_BACKWARD or known[: len(so_far)] != so_far:
+            return []
+        following = known[len(so_far) : len(so_far) + self._layers_ahead]
+        return [layer for user in following for layer in user.layers]
+
+    def _watch(self, tensors: Sequence[Tensor]) -> None:
+        """Lets the gradients of a module's output begin its backward."""
+        forward, place = self._forward, len(self._forward.uses)
+        for tensor in tensors:
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                lambda _gradient: self._before_backward(forward, place)
+            )
+
+    def _begin_backward(self, forward: ForwardPass | None) -> BackwardPass:
+        if self._backward is None:
+            synchronizes = (
+                self._sync_state.forward_synchronizes if forward is None else forward.synchronizes
+            )
+            completes = self._completes_gradients()
+            self._backward = BackwardPass(
+                completes=completes,
+                averages=self._sync_state.synchronize and synchronizes,
+                keeps_graph=torch.is_grad_enabled() and forward is not None,
+            )
+            if completes and self._backward.averages:
+                self._traffic.begin_backward()
+                self._take_weight(self._backward)
+            Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _completes_gradients(self) -> bool:
+        """Whether the pass reaches parameters, and not only the input."""
+        try:
+            return any(
+                torch._C._will_engine_execute_node(node)
+                for shard, node in self._accumulators
+                if shard.requires_grad
+            )
+        except RuntimeError:  # torch.autograd.grad, for full parameters
+            return False
+
+    def _take_weight(self, backward: BackwardPass) -> None:
+        """Computes this rank's factor in the average, on the device."""
+        pending, self._sync_state.pending_weight = self._sync_state.pending_weight, None
+        if pending is None:
+            return
+        own, total, work = pending
+        work.wait()
+        num_ranks = self._layers[0].sharding.num_ranks
+        backward.weight = torch.where(total > 0, own / total, 1 / num_ranks)
+        backward.is_weightless = own == 0
+
+    def _before_backward(self, forward: ForwardPass, place: int) -> None:
+        """Gathers what the backward of a use needs, after all that is due before it."""
+        backward = self._begin_backward(forward)
+        if backward.forward is not forward:
+            self._go_back(backward, -1)
+            backward.follow(forward)
+        self._go_back(backward, place)
+        for layer in forward.uses[place].user.layers:
+            layer.start_all_gather()
+            layer.wait()
+
+    @torch.no_grad()
+    def _go_back(self, backward: BackwardPass, target: int) -> None:
+        """Leaves one use after another, the same on all ranks, until a target is reached."""
+        uses = backward.forward.uses
+        while backward.place > target:
+            for layer in backward.last_needed.get(backward.place, ()):
+                if not (backward.keeps_graph or self._kept_for_graph):
+                    layer.free()
+                self._send(backward, layer)
+            backward.place -= 1
+            for place in range(backward.place, backward.place - self._layers_ahead - 1, -1):
+                if place >= 0 and uses[place].is_watched:
+                    for layer in uses[place].user.layers:
+                        layer.start_all_gather()
+
+    def _send(self, backward: BackwardPass, layer: ShardedLayer) -> None:
+        """Sends a layer's gradients, and receives those of the layer before it."""
+        if not (backward.completes and backward.averages and layer.is_trained):
+            return
+        layer.gradients.send(backward.weight, is_weightless=backward.is_weightless)
+        backward.in_flight.append(layer)
+        while len(backward.in_flight) > 1:
+            backward.in_flight.popleft().gradients.receive()
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """Sends what is left, and adds the means to the shards' gradients."""
+        backward = self._backward
+        assert backward is not None
+        self._go_back(backward, -1)
+        late = self._late_layers(backward)
+        self._kept_for_graph = backward.keeps_graph or (
+            self._kept_for_graph and not backward.completes
+        )
+        for layer in self._layers if not self._kept_for_graph else ():
+            layer.free()
+        if backward.completes and backward.averages:
+            self._traffic.end_backward()
+            for layer in late:
+                self._send(backward, layer)
+            while backward.in_flight:
+                backward.in_flight.popleft().gradients.receive()
+            require_all_sent(self._layers)
+            self.arrived = add_means(self._layers, divide=backward.weight is None)
+            self._traffic.complete()
+        self._backward = None
+
+    def _late_layers(self, backward: BackwardPass) -> list[ShardedLayer]:
+        """Returns the layers whose gradients may have come outside of their turn.
+
+        Which they are follows from what ran, and not from what has come.
+        """
+        if self._kept_for_graph or not backward.follows:
+            return list(self._layers)
+        return [layer for layer in backward.recomputed if layer in backward.unwatched]
+
+
+def _call_around_forward(user: LayerUser, schedule: Schedule) -> None:
+    begun: list[tuple[int, list[Node | None]]] = []
+
+    @_disable_dynamo
+    def before(_module: nn.Module, arguments: Any, keywords: Any) -> None:
+        sources = [tensor.grad_fn for tensor in tensors_in([arguments, keywords])]
+        begun.append((schedule.num_uses, sources))
+        schedule.before_forward(user)
+
+    @_disable_dynamo
+    def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        schedule.after_forward(user, *begun.pop(), output)
+
+    # Other hooks may use the parameters too; after an error there is also something to free.
+    user.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    user.module.register_forward_hook(after, always_call=True)
