@@ -12,12 +12,13 @@ That is the rule; the numbers here are those of the tensors that ranks really ho
 
     buckets           every tensor begins at a multiple of 16 bytes
     shards            of a flat unit of tensors: all of them where only the optimizer shards them,
-                      a bucket's where gradients are sharded, a layer's where parameters are. A
-                      unit is padded to n equal shards. Whole units and gradients of shards
-                      have the padding; moments, and parameters of shards, have not
+                      a bucket's where gradients are sharded. A unit is padded to n equal shards.
+                      Whole units and gradients of shards have the padding; moments have not
     torch_zero        whole parameters, the largest first to the rank that has least
     torch_fsdp2       rows of every parameter, equally many to each rank but for the last ones;
                       parameters and gradients are padded to as many, moments are not
+    fully_sharded     the same; each parameter's rows begin at a multiple of 16 bytes, and a layer's
+                      gradients hold a number per tensor, as buckets do
 
 Ranks differ by what their shards hold; the rank that holds most is reported.
 """
@@ -137,8 +138,9 @@ def _elements_held(
         element_bytes = bytes_per_element(precision.gradients)
         filled = sum(aligned(size, element_bytes) for size in sizes)
         gradients = (filled + len(sizes)) * everywhere
-    if strategy == "torch_fsdp2":
-        return _rows(shape, world_size)
+    if strategy in SHARDED_PARAMETERS:
+        is_ours = strategy == "fully_sharded"
+        return _rows(shape, world_size, bytes_per_element(precision.parameters), is_ours)
     if strategy in ("torch_zero", "torch_zero_view"):
         loads = [0] * world_size
         owners = assign_largest_first(sizes, loads)
@@ -153,9 +155,6 @@ def _elements_held(
     ]
     owned = sum(unit.num_owned for unit in units)
     shares = sum(unit.share for unit in units) * everywhere
-    if strategy in SHARDED_PARAMETERS:
-        # A rank of a fully sharded model has every parameter, if only with no elements.
-        return _Elements(owned, shares, num_moments=owned, num_counters=counters)
     if strategy in SHARDED_GRADIENTS:
         # What a rank owns of a bucket is one tensor to its optimizer.
         return _Elements(
@@ -172,21 +171,32 @@ def state_units(
     shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
 ) -> list[Sequence[int]]:
     """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
-    sizes = parameter_sizes(shape)
-    if strategy in SHARDED_PARAMETERS:
-        length = len(block_parameters(shape))
-        last = 1 + shape.num_layers * length
-        blocks = [sizes[at : at + length] for at in range(1, last, length)]
-        return [[sizes[0]], *(block[::-1] for block in blocks), *([size] for size in sizes[last:])]
-    backward = sizes[::-1]
+    backward = parameter_sizes(shape)[::-1]
     if strategy == "sharded_optimizer":
         return [backward]
     num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
     return divide_into_buckets(backward, num_bytes, bucket_size_mb * MIB)
 
 
-def _rows(shape: ModelShape, world_size: int) -> _Elements:
-    """Divides every parameter by rows, as torch's fully_shard does."""
+def layer_shapes(shape: ModelShape) -> list[list[tuple[int, int]]]:
+    """Returns rows and columns of the parameters of every layer that is gathered by itself."""
+    shapes = parameter_shapes(shape)
+    length = len(block_parameters(shape))
+    last = 1 + shape.num_layers * length
+    blocks = [shapes[at : at + length] for at in range(1, last, length)]
+    return [[shapes[0]], *blocks, *([one] for one in shapes[last:])]
+
+
+def layer_shard(layer: Sequence[tuple[int, int]], world_size: int, element_bytes: int) -> int:
+    """Returns the elements of a rank's flat shard of a layer, which is divided by rows."""
+    return sum(
+        aligned(-(-num_rows // world_size) * num_columns, element_bytes)
+        for num_rows, num_columns in layer
+    )
+
+
+def _rows(shape: ModelShape, world_size: int, element_bytes: int, is_ours: bool) -> _Elements:
+    """Divides every parameter by rows, as torch's fully_shard does, or as ours."""
     ranks = np.arange(world_size)
     held, owned = np.zeros((2, world_size), dtype=np.int64)
     shapes = parameter_shapes(shape)
@@ -194,5 +204,10 @@ def _rows(shape: ModelShape, world_size: int) -> _Elements:
         chunk = -(-num_rows // world_size)
         held += chunk * num_columns
         owned += np.clip(num_rows - chunk * ranks, 0, chunk) * num_columns
+    gradients = held
+    if is_ours:
+        layers = layer_shapes(shape)
+        held[:] = sum(layer_shard(layer, world_size, element_bytes) for layer in layers)
+        gradients = held + sum(aligned(len(layer), element_bytes) for layer in layers)
     counters = np.full(world_size, len(shapes))
-    return _Elements(held, held, num_moments=owned, num_counters=counters)
+    return _Elements(held, gradients, num_moments=owned, num_counters=counters)

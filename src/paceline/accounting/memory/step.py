@@ -23,7 +23,12 @@ from paceline.accounting.memory.activations import (
     ReduceScatterSize,
     count_activations,
 )
-from paceline.accounting.memory.model_states import model_state_bytes, state_units
+from paceline.accounting.memory.model_states import (
+    layer_shapes,
+    layer_shard,
+    model_state_bytes,
+    state_units,
+)
 from paceline.accounting.memory.shards import cut_unit
 from paceline.accounting.parameters import block_parameters, count_parameters
 from paceline.core.specs import (
@@ -133,13 +138,20 @@ def _buckets(
     if strategy not in SHARDED_GRADIENTS:
         return ()
     element_bytes = bytes_per_element(precision.gradients)
-    units = state_units(shape, strategy, element_bytes, bucket_size_mb)
-    buckets = []
-    for unit in units[::-1] if strategy in SHARDED_PARAMETERS else units:
-        shard_bytes = cut_unit(unit, world_size, element_bytes).share * element_bytes
-        arriving_bytes = (world_size - 1) * shard_bytes
-        buckets.append(ReduceScatterSize(len(unit), world_size * shard_bytes, arriving_bytes))
-    return tuple(buckets)
+    if strategy in SHARDED_PARAMETERS:
+        layers = layer_shapes(shape)[::-1]
+        shards = [(len(one), layer_shard(one, world_size, element_bytes)) for one in layers]
+    else:
+        units = state_units(shape, strategy, element_bytes, bucket_size_mb)
+        shards = [(len(one), cut_unit(one, world_size, element_bytes).share) for one in units]
+    return tuple(
+        ReduceScatterSize(
+            num_tensors,
+            world_size * shard * element_bytes,
+            (world_size - 1) * shard * element_bytes,
+        )
+        for num_tensors, shard in shards
+    )
 
 
 def _gathered_bytes(
