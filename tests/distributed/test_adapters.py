@@ -1,10 +1,12 @@
 """What the courses' own tests do with the adapters, and stricter: different weights per rank."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel import RankPool
@@ -96,16 +98,69 @@ def test_the_courses_sharded_optimizer(rank_pool: Pools, tied: bool) -> None:
     rank_pool(2).run(_course_sharded_optimizer, tied)
 
 
+class Linear(nn.Module):
+    """The course's own: one weight, in the dtype of which it computes."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs) / num_inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Embedding(nn.Module):
+    def __init__(self, num_tokens: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_tokens, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
+class RMSNorm(nn.Module):
+    """Computes in float32 and returns the dtype of its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return (self.weight * scaled).to(x.dtype)
+
+
 class ToyLanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, 11)
+        self.embedding = Embedding(100, 64)
+        self.norm1 = RMSNorm(64)
+        self.linear1 = Linear(64, 128)
+        self.norm2 = RMSNorm(128)
+        self.linear2 = Linear(128, 64)
+        self.lm_head = Linear(64, 100)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.embedding(tokens)))
+        x = torch.relu(self.linear1(self.norm1(self.embedding(tokens))))
+        logits: Tensor = self.lm_head(self.linear2(self.norm2(x)))
         return logits
+
+
+def _narrow_gradients(
+    model: nn.Module, tokens: Tensor, labels: Tensor, dtype: torch.dtype | None
+) -> None:
+    """Computes one process' gradients with matrices in a dtype and norms in float32."""
+    narrow = copy.deepcopy(model)
+    narrow.zero_grad()
+    if dtype is not None:
+        for part in narrow.modules():
+            if isinstance(part, (Linear, Embedding)):
+                part.to(dtype)
+    nn.CrossEntropyLoss()(narrow(tokens)[:, -1].float(), labels).backward()
+    for wide, own in zip(model.parameters(), narrow.parameters(), strict=True):
+        assert own.grad is not None
+        wide.grad = own.grad.to(wide.dtype)
 
 
 def _course_fsdp(rank: int, world_size: int, compute_dtype: torch.dtype | None) -> None:
@@ -114,29 +169,42 @@ def _course_fsdp(rank: int, world_size: int, compute_dtype: torch.dtype | None) 
     torch.manual_seed(0)
     alone = ToyLanguageModel()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, alone)]
-    tokens = torch.randint(11, (4 * world_size, 6), generator=torch.Generator().manual_seed(3))
-    own = tokens[4 * rank : 4 * rank + 4]
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(100, (10 * world_size, 8), generator=generator)
+    labels = torch.randint(100, (10 * world_size,), generator=generator)
+    own = slice(10 * rank, 10 * rank + 10)
     for _ in range(3):
         for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(own).float().square().mean().backward()
+            optimizer.zero_grad(set_to_none=True)
+        logits = model(tokens[own])
+        nn.CrossEntropyLoss()(logits[:, -1].float(), labels[own]).backward()
         adapters.fsdp_on_after_backward(model, optimizers[0])
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            assert parameter.grad.shape == parameter.shape
-            assert parameter.grad.dtype == parameter.dtype == torch.float32
-        alone(tokens).square().mean().backward()
+        _require_the_courses_gradients(model, world_size)
+        _narrow_gradients(alone, tokens, labels, compute_dtype)
         for optimizer in optimizers:
             optimizer.step()
-    # Half precision has eleven bits, and the gradients are of the order of one.
-    tolerance = 1e-6 if compute_dtype is None else 1e-3
-    full = adapters.fsdp_gather_full_params(model)
-    for name, expected in alone.named_parameters():
-        torch.testing.assert_close(
-            full[name], expected.detach(), atol=tolerance, rtol=tolerance, msg=name
-        )
+        full = adapters.fsdp_gather_full_params(model)
+        tolerance = 1e-6 if compute_dtype is None else 1e-4
+        for name, expected in alone.named_parameters():
+            torch.testing.assert_close(
+                full[name], expected.detach(), atol=tolerance, rtol=1e-4, msg=name
+            )
 
 
+def _require_the_courses_gradients(model: nn.Module, world_size: int) -> None:
+    """Like their parameters; and where these are not sharded, plain and the same on all ranks."""
+    owners = dict(model.module.named_modules())
+    for name, parameter in model.module.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.data.shape
+        assert parameter.grad.dtype == parameter.data.dtype == torch.float32
+        if not isinstance(owners[name.rpartition(".")[0]], (Linear, Embedding)):
+            gathered = [torch.zeros_like(parameter.grad) for _ in range(world_size)]
+            dist.all_gather(gathered, parameter.grad)
+            assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compute_dtype", [None, torch.float16])
 def test_the_courses_fully_sharded_model(
     rank_pool: Pools, compute_dtype: torch.dtype | None
