@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, SHARDED_PARAMETERS, StrategyName
-from paceline.parallel import FullyShardedDataParallel, RankPool
+from paceline.parallel import RankPool
 from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
 from tests.distributed.toys import Layered, data, loss_of, oracle_backward
 
@@ -19,8 +19,6 @@ Pools = Callable[[int], RankPool]
 
 
 def _full_parameters(model: nn.Module) -> list[Tensor]:
-    if isinstance(model, FullyShardedDataParallel):
-        return list(model.gather_full_params().values())
     return [
         parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         for parameter in model.parameters()

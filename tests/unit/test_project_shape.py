@@ -89,6 +89,7 @@ EXPORTS = {
         "BucketedDataParallel",
         "CollectiveError",
         "DataParallel",
+        "DataParallelContainer",
         "DisagreementError",
         "FlatDataParallel",
         "FullyShardedDataParallel",

@@ -9,7 +9,6 @@ with the next message.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from paceline.parallel.buckets import reducible_gradient
 from paceline.parallel.fsdp.layout import LayerLayout
+from paceline.parallel.fsdp.parameter import LayerParameter
 from paceline.parallel.fsdp.sharding import Sharding
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
-
-if TYPE_CHECKING:
-    from paceline.parallel.fsdp.layer import LayerParameter
 
 
 class GradientMessage:
@@ -41,7 +38,7 @@ class GradientMessage:
     def __init__(
         self,
         layout: LayerLayout,
-        parameters: "Sequence[LayerParameter]",
+        parameters: Sequence[LayerParameter],
         *,
         sharding: Sharding,
         dtype: torch.dtype,

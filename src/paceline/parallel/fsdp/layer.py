@@ -10,64 +10,23 @@ autograd has saved for backward finds its values again when the layer is gathere
 time.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from paceline.core.errors import UsageError
 from paceline.parallel.buckets import view_like
 from paceline.parallel.fsdp.gradient_message import GradientMessage
-from paceline.parallel.fsdp.layout import LayerLayout, Piece, Run
-from paceline.parallel.fsdp.sharding import Sharding, as_dtensor, local_part
+from paceline.parallel.fsdp.layout import LayerLayout, Run
+from paceline.parallel.fsdp.parameter import LayerParameter
+from paceline.parallel.fsdp.sharding import Sharding, as_dtensor
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.ranks.reduce_scatter import start_all_gather
 
 Named: TypeAlias = tuple[str, nn.Parameter]
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class LayerParameter:
-    """One parameter in its two forms."""
-
-    name: str
-    """In the inner module."""
-    piece: Piece
-    shard: nn.Parameter
-    """What optimizers see: a DTensor with this rank's rows, or a plain one with all."""
-    local: Tensor
-    """This rank's rows, in the flat shard."""
-    full: nn.Parameter
-    """All rows, while the layer is gathered."""
-    spec: DTensorSpec | None
-    """What makes a DTensor of this rank's rows; None for a plain parameter."""
-
-    def require_in_place(self) -> None:
-        """Refuses a shard that no longer lies in the flat shard, which is what is gathered."""
-        own = local_part(self.shard)
-        if own.dtype != self.local.dtype or own.device != self.local.device:
-            raise UsageError(
-                f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
-                f"container was made for {self.local.dtype} on {self.local.device}; convert it "
-                "before"
-            )
-        if own.data_ptr() != self.local.data_ptr():
-            raise UsageError(
-                f"the memory of parameter {self.name!r} was replaced after its container was made; "
-                "change its values in place, with copy_ or load_state_dict"
-            )
-
-    def add_gradient(self, mean: Tensor) -> None:
-        """Adds a mean to the shard's gradient, or makes it that."""
-        if self.shard.grad is not None:
-            local_part(self.shard.grad).add_(mean)
-        else:
-            self.shard.grad = mean if self.spec is None else as_dtensor(mean, self.spec)
 
 
 class ShardedLayer:
@@ -281,14 +240,11 @@ def _gather(
     arriving = []
     for run in layout.runs:
         rows = layout.rows(run, alone, packed)
-        source: Tensor | None = flat[run.begin : run.end]
-        if sharding.shard_group is None or rows.dtype != flat.dtype:
-            rows[sharding.shard].copy_(flat[run.begin : run.end])
-            source = None
+        rows[sharding.shard].copy_(flat[run.begin : run.end])
         if sharding.shard_group is not None:
             borders = range(0, rows.numel() + 1, run.end - run.begin)
             group = sharding.shard_group.get()
-            arriving.append(start_all_gather(rows.view(-1), borders, group, source=source))
+            arriving.append(start_all_gather(rows.view(-1), borders, group))
     return arriving
 
 

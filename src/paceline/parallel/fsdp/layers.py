@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
-from paceline.parallel.fsdp.layer import LayerParameter, Named, ShardedLayer
+from paceline.parallel.fsdp.layer import Named, ShardedLayer
 from paceline.parallel.fsdp.layout import lay_out
+from paceline.parallel.fsdp.parameter import LayerParameter
 from paceline.parallel.fsdp.sharding import Sharding
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.fsdp.wrap_policy import FoundUser, WrapPolicy, find_users

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
-from paceline.parallel.fsdp.layer import LayerParameter, ShardedLayer
+from paceline.parallel.fsdp.layer import ShardedLayer
 from paceline.parallel.fsdp.layers import LayerUser
+from paceline.parallel.fsdp.parameter import LayerParameter
 from paceline.parallel.reducer.same_model import broadcast_tensors
 
 

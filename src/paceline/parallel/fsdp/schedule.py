@@ -20,8 +20,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from paceline.parallel.fsdp.checks import require_watchable
 from paceline.parallel.fsdp.layer import ShardedLayer
 from paceline.parallel.fsdp.layers import LayerUser
-from paceline.parallel.fsdp.passes import BackwardPass, ForwardPass, Use
-from paceline.parallel.fsdp.settlement import add_means, require_all_sent
+from paceline.parallel.fsdp.passes import (
+    BackwardPass,
+    ForwardPass,
+    Use,
+    add_means,
+    require_all_sent,
+)
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.reducer.backward_pass import OUTSIDE_BACKWARD, current_pass
 from paceline.parallel.reducer.hooks import when_complete

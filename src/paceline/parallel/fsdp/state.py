@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import UsageError
-from paceline.parallel.fsdp.layer import LayerParameter, ShardedLayer
+from paceline.parallel.fsdp.layer import ShardedLayer
+from paceline.parallel.fsdp.parameter import LayerParameter
 from paceline.parallel.fsdp.sharding import as_dtensor
 
 

@@ -34,11 +34,19 @@ class WrapPolicy:
     rank, as plain tensors in their own dtype whose gradients are all-reduced."""
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether a module is one layer with all that is inside of it."""
+        """Whether a module is one layer with all that is inside of it.
+
+        Args:
+            module: Any module of the model.
+        """
         return isinstance(module, self.classes) or any(module is one for one in self.modules)
 
     def require_match(self, module: nn.Module) -> None:
-        """Refuses a policy that finds nothing, which would shard otherwise than meant."""
+        """Refuses a policy that finds nothing, which would shard otherwise than meant.
+
+        Args:
+            module: The whole model.
+        """
         if not any(self.is_layer(part) for part in module.modules()):
             names = [one.__name__ for one in self.classes] or "the modules that are given"
             raise UsageError(f"the module has none of {names}; name what it consists of")

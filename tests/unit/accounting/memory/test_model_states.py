@@ -35,9 +35,9 @@ def test_states_of_the_courses_xl_on_two_ranks(
 ) -> None:
     states = model_state_bytes(XL, Precision(), strategy, 2)
     total = states.parameters + states.gradients + states.optimizer_state
-    # Counters and flags: at most 8 bytes for each of its tensors.
+    # Counters and flags: at most 12 bytes for each of its tensors.
     num_tensors = len(parameter_sizes(XL))
-    assert 0 <= total - bytes_per_parameter * PARAMETERS <= 8 * num_tensors
+    assert 0 <= total - bytes_per_parameter * PARAMETERS <= 12 * num_tensors
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -68,7 +68,7 @@ def test_shares_add_up_to_the_whole(strategy: StrategyName, world_size: int) -> 
         (SHARDED_GRADIENTS, whole.gradients, states.gradients),
         (SHARDED_PARAMETERS, whole.parameters, states.parameters),
     ):
-        if strategy == "torch_fsdp2":
+        if strategy in SHARDED_PARAMETERS:
             # Of every matrix less than a row per rank, and its longest row has 6400 numbers.
             assert 0 <= own_bytes * world_size - whole_bytes < 6400 * tensors * world_size
         elif strategy in names:

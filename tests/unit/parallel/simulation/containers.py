@@ -42,4 +42,4 @@ def _sharded(container: ShardedDataParallel) -> Trainee:
 def fully_sharded() -> Trainee:
     container = FullyShardedDataParallel(make_model())
     optimizer = torch.optim.SGD(container.parameters(), lr=RATE)
-    return Trainee(container, optimizer, lambda: list(container.gather_full_params().values()))
+    return Trainee(container, optimizer, lambda: list(container.full_state_dict().values()))

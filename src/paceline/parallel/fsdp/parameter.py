@@ -1,0 +1,49 @@
+"""One parameter of a fully sharded model: this rank's rows of it, and all of them for a while."""
+
+import dataclasses
+
+from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from paceline.core.errors import UsageError
+from paceline.parallel.fsdp.layout import Piece
+from paceline.parallel.fsdp.sharding import as_dtensor, local_part
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LayerParameter:
+    """One parameter in its two forms."""
+
+    name: str
+    """In the inner module."""
+    piece: Piece
+    shard: nn.Parameter
+    """What optimizers see: a DTensor with this rank's rows, or a plain one with all."""
+    local: Tensor
+    """This rank's rows, in the flat shard."""
+    full: nn.Parameter
+    """All rows, while the layer is gathered."""
+    spec: DTensorSpec | None
+    """What makes a DTensor of this rank's rows; None for a plain parameter."""
+
+    def require_in_place(self) -> None:
+        """Refuses a shard that no longer lies in the flat shard, which is what is gathered."""
+        own = local_part(self.shard)
+        if own.dtype != self.local.dtype or own.device != self.local.device:
+            raise UsageError(
+                f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
+                f"container was made for {self.local.dtype} on {self.local.device}; convert it "
+                "before"
+            )
+        if own.data_ptr() != self.local.data_ptr():
+            raise UsageError(
+                f"the memory of parameter {self.name!r} was replaced after its container was made; "
+                "change its values in place, with copy_ or load_state_dict"
+            )
+
+    def add_gradient(self, mean: Tensor) -> None:
+        """Adds a mean to the shard's gradient, or makes it that."""
+        if self.shard.grad is not None:
+            local_part(self.shard.grad).add_(mean)
+        else:
+            self.shard.grad = mean if self.spec is None else as_dtensor(mean, self.spec)
