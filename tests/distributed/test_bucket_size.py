@@ -5,10 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.accounting.communication.alpha_beta_fit import fit_collective
 from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.parallel.buckets import TensorSpec
+from paceline.parallel.buckets import Bucket, TensorSpec, plan_buckets, tensor_spec
 from paceline.parallel.ddp import bucket_size
-from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, BucketSizeChoice
+from paceline.parallel.ddp.bucket_size import (
+    CANDIDATES_MB,
+    BucketSizeChoice,
+    GroupCost,
+    choose_bucket_size,
+)
+from paceline.parallel.ranks.rank_weight import RankWeight
 from tests.distributed.toys import (
     MODELS,
     data,
@@ -98,3 +105,31 @@ def _alone(_rank: int, _world_size: int) -> None:
 
 def test_a_rank_alone_has_nothing_to_choose(rank_pool: Pools) -> None:
     rank_pool(1).run(_alone)
+
+
+def test_starting_a_call_costs_so_that_dear_calls_make_large_buckets() -> None:
+    tensors = [
+        TensorSpec(str(number), 2**18, torch.float32, torch.device("cpu")) for number in range(64)
+    ]
+    arrivals_s = [0.5 * (64 - number) / 64 for number in range(64)]
+    fit = fit_collective({2**12: [1e-4] * 5, 2**20: [1 / 64] * 5, 2**26: [1.0] * 5})
+    cheap, dear = (
+        choose_bucket_size(tensors, arrivals_s, GroupCost(fit=fit, start_s=start_s))
+        for start_s in (0.0, 0.05)
+    )
+    assert dear.bucket_size_mb > cheap.bucket_size_mb
+    for choice in (cheap, dear):
+        for candidate in choice.candidates.values():
+            expected = candidate.exposed_s + candidate.num_buckets * choice.start_s
+            assert candidate.cost_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_the_flags_of_used_parameters_are_part_of_a_message(dtype: torch.dtype | None) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(16)) for _ in range(5)]
+    specs = [tensor_spec(str(number), tensor) for number, tensor in enumerate(parameters)]
+    (plan,) = plan_buckets(specs, None)
+    bucket = Bucket(plan, parameters, ["x"] * 5, dtype)
+    message = bucket.pack(set(), RankWeight(1.0))
+    assert plan.message_bytes(dtype) == message.nbytes
+    assert plan.message_bytes(None) == (plan.num_elements + 5) * 4

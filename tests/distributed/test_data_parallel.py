@@ -297,9 +297,7 @@ def _reduce_in(
     gradient = container.module.weight.grad
     assert gradient.dtype == parameters
     require_identical(gradient, "gradient")
-    stats = container.synchronization_stats()
-    assert stats is not None
-    return float(gradient[0]), stats.buckets[0].num_bytes
+    return float(gradient[0]), container.message_bytes()[0]
 
 
 @pytest.mark.parametrize(
@@ -433,9 +431,75 @@ def test_parameters_may_be_frozen_and_unfrozen(rank_pool: Pools) -> None:
     rank_pool(2).run(_unfreeze)
 
 
+def _unfreeze_in_evaluation(rank: int, world_size: int, container: str) -> None:
+    """Fine-tuning in evaluation mode: no dropout, frozen statistics, more and more layers."""
+    ours, oracle = make_pair(rank, "frozen", container)
+    ours.eval()
+    optimizers = make_optimizer(ours), make_optimizer(oracle)
+    for step in range(4):
+        for model in (ours.module, oracle):
+            model.second.weight.requires_grad_(step > 0)
+            model.first.requires_grad_(step > 1)
+        loss_of(ours(data(step, rank), rank)).backward()
+        oracle_backward(oracle, step, world_size)
+        require_equal(ours, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_parameters_may_be_unfrozen_in_evaluation_mode(rank_pool: Pools, container: str) -> None:
+    rank_pool(2).run(_unfreeze_in_evaluation, container)
+
+
+def _freeze_for_evaluation(rank: int, world_size: int) -> None:
+    """One rank freezes the model to look at gradients of its input; the others do not know."""
+    ours, oracle = make_pair(rank, "layered", "bucketed")
+    if rank == 0:
+        ours.eval().requires_grad_(False)
+        x = data(0, rank).requires_grad_()
+        loss_of(ours(x, rank)).backward()
+        ours.train().requires_grad_(True)
+    loss_of(ours(data(1, rank), rank)).backward()
+    oracle_backward(oracle, 1, world_size)
+    require_equal(ours, oracle)
+
+
+def test_a_rank_may_freeze_its_model_to_evaluate_alone(rank_pool: Pools) -> None:
+    rank_pool(2).run(_freeze_for_evaluation)
+
+
+class _Aliased(nn.Module):
+    """A parameter that is also kept in a list, of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+        self.weights = [self.weight]
+
+    def forward(self, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        return x * self.weights[0]
+
+
+def _alias(rank: int, world_size: int, container: str) -> None:
+    ours, oracle = CONTAINERS[container](_Aliased()), _Aliased()
+    loss_of(ours(data(0, rank), rank)).backward()
+    oracle_backward(oracle, 0, world_size)
+    require_equal(ours, oracle)
+    assert ours.module.weights[0].grad is ours.module.weight.grad
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_parameter_may_be_kept_in_a_list_as_well(rank_pool: Pools, container: str) -> None:
+    rank_pool(2).run(_alias, container)
+
+
 def _statistics(rank: int, _world_size: int, container: str) -> None:
     ours, _ = make_pair(rank, "layered", container)
+    loss_of(ours(data(0, rank), rank)).backward()
     assert ours.synchronization_stats() is None
+    ours.record_statistics()
     for step in range(2):
         loss_of(ours(data(step, rank), rank)).backward()
     stats = ours.synchronization_stats()

@@ -218,6 +218,7 @@ def test_parameters_arrive_although_their_container_is_gone(rank_pool: Pools) ->
 
 def _time_waits(rank: int, _world_size: int) -> float:
     ours = ShardedDataParallel(Layered())
+    ours.record_statistics()
     sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
     for step in range(2):
         loss_of(ours(data(step, rank), rank)).backward()

@@ -10,7 +10,7 @@ has a gradient for it. Summed over the ranks with everything else, they tell wit
 call whether any rank had one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.accounting.communication.buckets import aligned, divide_into_buckets
 from paceline.core.errors import PacelineError
+from paceline.parallel.ranks.rank_weight import RankWeight
 
 
 class GradientError(PacelineError):
@@ -142,31 +143,32 @@ class Bucket:
         self._message_dtype = reduction_dtype or plan.dtype
         self.is_received_early = self._message_dtype != plan.dtype
         """Whether a message has memory of its own, which is freed when it has arrived."""
+        self._missing: list[int] = []
+        """Positions that this rank had no gradient for in the last pass."""
         # Where the message is wider than the gradients, scaling it instead of them loses nothing.
         self._scales_message = self._message_dtype.itemsize > plan.dtype.itemsize
 
     def keep(self, position: int) -> None:
         """Moves a gradient into the buffer as it is, because it is not to be sent yet."""
-        self._move(position, 1.0)
+        self._move((position,), None)
 
-    def take(self, position: int, weight: float) -> bool:
-        """Moves a gradient into the buffer; returns whether it was multiplied by the weight."""
-        scale = 1.0 if self._scales_message else weight
-        return self._move(position, scale) and scale != 1.0
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Moves gradients into the buffer, multiplied by the weight unless the message will be."""
+        self._move(positions, None if self._scales_message else weight)
 
-    def pack(self, scaled: set[int], weight: float) -> Tensor:
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
         """Returns this rank's part of the sum, with zeros for what is missing.
 
         Args:
-            scaled: Positions whose gradients are multiplied by the weight already.
-            weight: Factor of this rank's gradients in the average.
+            taken: Positions whose gradients were taken in already.
+            weight: Weight of this rank's gradients in the average.
         """
-        self._fill(scaled, 1.0 if self._scales_message else weight)
+        self._fill(taken, weight)
         if self._message_dtype == self.plan.dtype:
             return self.buffer
         message = self.buffer.to(self._message_dtype)
         if self._scales_message:
-            message[: self.plan.num_elements].mul_(weight)
+            weight.scale([message[: self.plan.num_elements]])
         return message
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -176,51 +178,72 @@ class Bucket:
         return work
 
     def unpack(self, message: Tensor) -> None:
-        """Takes in the sum; gives a gradient to parameters that only other ranks had one for."""
+        """Takes in the sum."""
         if message is not self.buffer:
             self.buffer.copy_(message)
-        missing = [
-            position for position, parameter in enumerate(self.parameters) if parameter.grad is None
-        ]
-        if missing:
-            used = self._used.tolist()
-            for position in missing:
-                if used[position]:
-                    self.parameters[position].grad = self._views[position]
 
-    def _move(self, position: int, scale: float) -> bool:
-        """Moves a gradient into the buffer, scaled on the way; False if it lay there already.
+    def _move(self, positions: Sequence[int], weight: RankWeight | None) -> None:
+        """Moves gradients into the buffer, multiplied by a weight if there is one.
 
         Optimizers drop gradients after a step, and user code may set others: each comes back as
         a tensor of its own, and becomes a view of the buffer again here.
         """
-        parameter = self.parameters[position]
-        gradient = reducible_gradient(
-            parameter, self.names[position], self._dtypes[position], self.plan.device
-        )
-        # Not whether it is the same object: converting a module lets that point elsewhere.
-        if gradient.data_ptr() == self._addresses[position]:
-            return False
-        if gradient is self._views[position]:
-            piece = self.plan.slots[position].piece_of(self.buffer)
-            self._views[position] = view_like(parameter, piece)
-        torch.mul(gradient, scale, out=self._views[position])
-        parameter.grad = self._views[position]
-        return True
-
-    def _fill(self, scaled: set[int], scale: float) -> None:
-        self._used.fill_(1)
-        if len(scaled) == len(self.parameters):
+        gradients: list[Tensor] = []
+        targets: list[Tensor] = []
+        there: list[Tensor] = []
+        for position in positions:
+            parameter = self.parameters[position]
+            gradient = reducible_gradient(
+                parameter, self.names[position], self._dtypes[position], self.plan.device
+            )
+            # Not whether it is the same object: converting a module lets that point elsewhere.
+            if gradient.data_ptr() == self._addresses[position]:
+                there.append(gradient)
+                continue
+            view = self._views[position]
+            if gradient is view:
+                piece = self.plan.slots[position].piece_of(self.buffer)
+                view = self._views[position] = view_like(parameter, piece)
+            gradients.append(gradient)
+            targets.append(view)
+            parameter.grad = view
+        if weight is None:
+            if gradients:
+                torch._foreach_copy_(targets, gradients)
             return
-        for position, (parameter, view) in enumerate(
-            zip(self.parameters, self._views, strict=True)
-        ):
+        weight.scale_into(gradients, targets)
+        if there:
+            weight.scale(there)
+
+    def _fill(self, taken: set[int], weight: RankWeight) -> None:
+        self._used.fill_(1)
+        self._missing = []
+        if len(taken) == len(self.parameters):
+            return
+        left = []
+        for position, parameter in enumerate(self.parameters):
             if parameter.grad is None:
-                view.zero_()
+                self._views[position].zero_()
                 self._used[position] = 0
-            # A gradient of an earlier pass may have been replaced by user code since.
-            elif position not in scaled and not self._move(position, scale) and scale != 1.0:
-                view.mul_(scale)
+                self._missing.append(position)
+            elif position not in taken:
+                left.append(position)
+        # A gradient of an earlier pass may have been replaced by user code since.
+        self.take(left, weight)
+
+
+def give_missing_gradients(buckets: Iterable[Bucket]) -> None:
+    """Gives a gradient to parameters that only other ranks had one for, when all sums are here.
+
+    Only where this rank has none, whether others have one is read, once for all buckets: that waits
+    for the device, and optimizers treat a gradient of zeros unlike none.
+    """
+    missing = [(bucket, position) for bucket in buckets for position in bucket._missing]
+    if missing:
+        used = torch.stack([bucket._used[position].float() for bucket, position in missing])
+        for (bucket, position), is_used in zip(missing, used.tolist(), strict=True):
+            if is_used:
+                bucket.parameters[position].grad = bucket._views[position]
 
 
 def reducible_gradient(

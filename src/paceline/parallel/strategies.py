@@ -28,7 +28,7 @@ from paceline.parallel.ddp.containers import (
     OverlappedDataParallel,
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
-from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.module_checks import persistent_buffers
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
@@ -79,9 +79,8 @@ def make_optimizer(
 
 def message_sizes(module: nn.Module) -> list[int]:
     """Returns the bytes of each message of gradients in the last step of a wrapped module."""
-    if isinstance(module, DataParallel):
-        stats = module.synchronization_stats()
-        return [] if stats is None else [bucket.num_bytes for bucket in stats.buckets]
+    if isinstance(module, DataParallelContainer):
+        return module.message_bytes()
     if isinstance(module, DistributedDataParallel):
         data = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         # Buckets are arranged anew after the first step; until then there are only the first ones.

@@ -26,7 +26,7 @@ from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND
 from paceline.parallel.ddp.bucket_size import GroupCost, measure_group
 from paceline.parallel.reducer.backward_pass import SynchronizationStats
-from paceline.parallel.reducer.base import DataParallel
+from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.records import Record
 from paceline.traces.capture.profiler import record_ranks
 from paceline.traces.records import part_samples
@@ -67,13 +67,18 @@ def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> 
     """Runs some rounds of what was prepared, and records them on every rank."""
     comparison = current()
     stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
+    for step in comparison.steps:
+        if isinstance(step.model, DataParallelContainer):
+            step.model.record_statistics()
     with record_ranks(trace, device):
         for _ in range(num_rounds):
             comparison.run_round(measured=False)
             for step, of_variant in zip(comparison.steps, stats, strict=True):
                 model = step.model
                 of_variant.append(
-                    model.synchronization_stats() if isinstance(model, DataParallel) else None
+                    model.synchronization_stats()
+                    if isinstance(model, DataParallelContainer)
+                    else None
                 )
     group = dist.group.WORLD
     assert group is not None

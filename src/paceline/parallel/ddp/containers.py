@@ -89,18 +89,18 @@ class BucketedDataParallel(DataParallel):
     ) -> None:
         size_mb = DEFAULT_BUCKET_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
         cap_bytes = bucket_cap_bytes(size_mb)
-        super().__init__(module, cap_bytes=cap_bytes, launch=LaunchPolicy.WHEN_READY, **keywords)
         self.bucket_size_choice: BucketSizeChoice | None = None
         """What "auto" chose and why; None before it has, and without it."""
         self._tuner: BucketSizeTuner | None = None
         self._has_new_size = False
+        super().__init__(module, cap_bytes=cap_bytes, launch=LaunchPolicy.WHEN_READY, **keywords)
         if bucket_size_mb == "auto" and self.is_distributed:
             self._tuner = BucketSizeTuner(self._settings)
             self._watch(self._tuner)
 
-    def _follow_changes(self) -> None:
+    def _follow_changes(self, *, agree: bool) -> None:
         num_builds = self._num_builds
-        super()._follow_changes()
+        super()._follow_changes(agree=agree)
         if self._has_new_size:
             self._has_new_size = False
             self._build()
@@ -111,19 +111,23 @@ class BucketedDataParallel(DataParallel):
         """Lets the tuner see the steps of the present buckets, from the first one on."""
         assert self._synchronizer is not None
         tuner.forget()
-        self._synchronizer.records_arrivals = True
-        self._synchronizer.after_run = self._learn
+        self._synchronizer.records_times = True
 
-    def _learn(self) -> None:
+    def _settle(self) -> None:
+        super()._settle()
+        if self._tuner is not None:
+            self._learn(self._tuner)
+
+    def _learn(self, tuner: BucketSizeTuner) -> None:
         """Takes in a step, and chooses when enough have been seen."""
         assert self._synchronizer is not None
         arrivals_s = self._synchronizer.arrivals_s()
-        if self._tuner is None or not arrivals_s:
+        if not arrivals_s:
             return
-        self._tuner.observe(arrivals_s)
-        if not self._tuner.has_seen_enough:
+        tuner.observe(arrivals_s)
+        if not tuner.has_seen_enough:
             return
-        choice = self._tuner.choose([tensor_spec(*named) for named in self._trained()])
+        choice = tuner.choose([tensor_spec(*named) for named in self._trained()])
         if dist.get_rank(self.process_group) == 0:
             _logger.info("%s", choice.explain())
         self._tuner = None

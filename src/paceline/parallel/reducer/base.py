@@ -8,8 +8,9 @@ Training loops need not know the container: gradients are right when ``backward(
 `finish_gradient_synchronization`, which the courses' loops call, finds nothing left to do then.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
 from paceline.core.units import MIB
-from paceline.parallel.buckets import Bucket, BucketPlan, plan_buckets, tensor_spec
+from paceline.parallel.buckets import (
+    Bucket,
+    BucketPlan,
+    give_missing_gradients,
+    plan_buckets,
+    tensor_spec,
+)
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
     SynchronizationStats,
@@ -78,13 +85,17 @@ class DataParallel(DataParallelContainer):
             launch=launch,
             reduction_dtype=reduction_dtype,
         )
-        self._named_parameters: list[tuple[str, nn.Parameter]] = []
-        self._is_trained: list[bool] = []
+        self._built: _Trained = []
+        """What is divided into buckets now."""
+        self._agreed: _Trained = []
+        """What all ranks were last seen to have."""
+        self._is_agreed = True
         self._synchronizer: GradientSynchronizer | None = None
+        self._replicated_buckets: list[Bucket] = []
         self._num_builds = 0
         self._state_buffers: list[str] = []
         if self._synchronizes:
-            self._require_same_model()
+            self._agree(_trained_now(module))
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
             self._build()
             if broadcast_buffers:
@@ -120,13 +131,20 @@ class DataParallel(DataParallelContainer):
         if self._synchronizer is None:
             return
         if self._sync_state.forward_is_pending and not self._synchronizer.in_backward:
-            self._synchronizer.begin(average=True)
-            self._synchronizer.take_part()
-        self._synchronizer.finish()
+            self._synchronizer.take_part(self._synchronizer.begin(average=True))
+        self._synchronizer.send_rest()
+        self._synchronizer.receive_rest()
 
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank; None before it."""
+        """Returns sizes and times of the last synchronisation on this rank.
+
+        None before it, and where nobody has asked to `record_statistics` before.
+        """
         return None if self._synchronizer is None else self._synchronizer.stats()
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of gradients in the last synchronisation."""
+        return [] if self._synchronizer is None else self._synchronizer.message_bytes()
 
     def explain_unused(self) -> list[UnusedParameter]:
         """Names the parameters without a gradient in the last synchronised pass, and the ranks.
@@ -163,9 +181,11 @@ class DataParallel(DataParallelContainer):
         if current_pass() != OUTSIDE_BACKWARD:
             return self._synchronizer  # A checkpoint computes this pass a second time.
         self._synchronizer.forget_broken_pass()
+        if sync_state.synchronize:
+            # Evaluation may be one rank's own affair, so that it must not communicate.
+            self._follow_changes(agree=self.training)
         if sync_state.synchronize and self.training:
             sync_state.forward_is_pending = True
-            self._follow_changes()
             if self._state_buffers:
                 buffers = dict(self.module.named_buffers())
                 broadcast_tensors(
@@ -173,18 +193,32 @@ class DataParallel(DataParallelContainer):
                 )
         return self._synchronizer
 
-    def _follow_changes(self) -> None:
-        """Starts anew where parameters were frozen, unfrozen or replaced since the last pass."""
-        current = list(self.module.parameters())
-        is_same = len(current) == len(self._named_parameters) and all(
-            parameter is known and parameter.requires_grad == trained
-            for parameter, (_, known), trained in zip(
-                current, self._named_parameters, self._is_trained, strict=True
-            )
-        )
-        if not is_same:
-            self._require_same_model()
+    def _follow_changes(self, *, agree: bool) -> None:
+        """Starts anew where parameters were frozen, unfrozen or replaced since the last pass.
+
+        Args:
+            agree: Whether all ranks are here to compare their models. If not, they do so when
+                backward completes a gradient that is to be averaged.
+        """
+        current = _trained_now(self.module)
+        self._is_agreed = _is_same(current, self._agreed)
+        if agree and not self._is_agreed:
+            self._agree(current)
+        if not _is_same(current, self._built):
             self._build()
+
+    def _agree(self, current: "_Trained") -> None:
+        self._require_same_model()
+        self._agreed = current
+        self._is_agreed = True
+
+    def _agree_in_backward(self) -> None:
+        if not self._is_agreed:
+            self._agree(_trained_now(self.module))
+
+    def _settle(self) -> None:
+        """Ends a pass whose sums are here."""
+        give_missing_gradients(self._replicated_buckets)
 
     def _require_same_model(self) -> None:
         settings = self._settings
@@ -202,10 +236,10 @@ class DataParallel(DataParallelContainer):
         """Divides the parameters that are trained now, and watches them."""
         if self._synchronizer is not None:
             self._synchronizer.close()
-            self._synchronizer = None  # Before the new buffers are made, the old ones can go.
+            # Before the new buffers are made, the old ones can go.
+            self._synchronizer, self._replicated_buckets = None, []
         self._num_builds += 1
-        self._named_parameters = list(self.module.named_parameters())
-        self._is_trained = [parameter.requires_grad for _, parameter in self._named_parameters]
+        self._built = _trained_now(self.module)
         trained = self._trained()
         names = [name for name, _ in trained]
         parameters = [parameter for _, parameter in trained]
@@ -217,20 +251,45 @@ class DataParallel(DataParallelContainer):
             settings=self._settings,
             sync_state=self._sync_state,
         )
+        self._synchronizer.before_run = _while_alive(self._agree_in_backward)
+        self._synchronizer.after_run = _while_alive(self._settle)
 
     def _make_buckets(
         self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
     ) -> Sequence[GradientBucket]:
         """Makes what gradients are collected in."""
         dtype = self._settings.reduction_dtype
-        return [Bucket(plan, parameters, names, dtype) for plan in plans]
+        self._replicated_buckets = [Bucket(plan, parameters, names, dtype) for plan in plans]
+        return self._replicated_buckets
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            named
-            for named, trained in zip(self._named_parameters, self._is_trained, strict=True)
-            if trained
-        ]
+        return [named for named in self.module.named_parameters() if named[1].requires_grad]
+
+
+_Trained: TypeAlias = list[tuple[nn.Parameter, bool]]
+"""All parameters, and whether each is trained."""
+
+
+def _trained_now(module: nn.Module) -> _Trained:
+    return [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+
+
+def _is_same(one: _Trained, other: _Trained) -> bool:
+    return len(one) == len(other) and all(
+        parameter is known and is_trained == was_trained
+        for (parameter, is_trained), (known, was_trained) in zip(one, other, strict=True)
+    )
+
+
+def _while_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls a method of an object without keeping the object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
 
 
 def bucket_cap_bytes(size_mb: float | None) -> float | None:

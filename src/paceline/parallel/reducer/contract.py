@@ -91,8 +91,9 @@ class DataParallelContainer(nn.Module, abc.ABC):
         """Sets what this rank's next averaged gradients count for, such as its number of tokens.
 
         Call it on all ranks, before backward. The average over ranks of mean losses is not the
-        mean over all tokens where ranks hold different numbers of them; weighted, it is. If all
-        weights are zero, all ranks count alike.
+        mean over all tokens where ranks hold different numbers of them; weighted, it is. What a
+        rank of weight zero has computed is left out, whatever it is; if all weights are zero, all
+        ranks count alike.
 
         Args:
             weight: Not negative.
@@ -102,7 +103,7 @@ class DataParallelContainer(nn.Module, abc.ABC):
         if not self.is_distributed:
             return
         # The sum of the weights is in flight while the model computes.
-        total = torch.tensor(weight, dtype=torch.float64, device=self._device)
+        total = torch.full((), weight, dtype=torch.float64, device=self._device)
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
         assert work is not None
         self._sync_state.pending_weight = (weight, total, work)
@@ -133,9 +134,24 @@ class DataParallelContainer(nn.Module, abc.ABC):
     def _local_gradients(self) -> LocalGradients:
         """Returns what gradients this rank holds, as plain tensors that may be scaled in place."""
 
+    def record_statistics(self, enabled: bool = True) -> None:
+        """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+
+        Args:
+            enabled: Whether to keep them.
+        """
+        self._sync_state.records_statistics = enabled
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of gradients in the last synchronisation, if known."""
+        return []
+
     @abc.abstractmethod
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank; None before it."""
+        """Returns sizes and times of the last synchronisation on this rank.
+
+        None before it, and where nobody has asked to `record_statistics` before.
+        """
 
     @abc.abstractmethod
     def explain_unused(self) -> list[UnusedParameter]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.buckets import BucketPlan
+from paceline.parallel.ranks.rank_weight import RankWeight
 from paceline.parallel.reducer.backward_pass import AnyWork
 
 
@@ -29,11 +30,11 @@ class GradientBucket(Protocol):
     def keep(self, position: int) -> None:
         """Takes note of a gradient that is not sent yet."""
 
-    def take(self, position: int, weight: float) -> bool:
-        """Takes a gradient in; returns whether it is multiplied by the weight already."""
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Takes gradients in, multiplied by the weight."""
 
-    def pack(self, scaled: set[int], weight: float) -> Tensor:
-        """Returns the message, with zeros for what is missing."""
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
+        """Returns the message, with what was not taken in yet, and zeros for what is missing."""
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> AnyWork:
         """Starts the collective."""

@@ -6,12 +6,19 @@ hold whatever holds the parameter, neither would ever be freed.
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 Owner = TypeVar("Owner")
+
+
+class GradientTaker(Protocol):
+    """Somebody who takes in gradients by the places of their parameters."""
+
+    def take(self, index: int) -> None:
+        """Takes in a gradient that is complete."""
 
 
 def when_complete(
@@ -24,5 +31,20 @@ def when_complete(
         if (alive := reference()) is not None:
             tell(alive)
 
+    return _register(parameter, hook)
+
+
+def take_when_complete(parameter: Tensor, owner: GradientTaker, index: int) -> RemovableHandle:
+    """Calls ``owner.take(index)`` after each gradient of a parameter, in as few steps as can be."""
+    reference = weakref.ref(owner)
+
+    def hook(_parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.take(index)
+
+    return _register(parameter, hook)
+
+
+def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle

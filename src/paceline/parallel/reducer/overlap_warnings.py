@@ -33,13 +33,13 @@ class OverlapMonitor:
                 "block instead (for block in model.blocks: block.compile())"
             )
 
-    def look_at_arrivals(self, names: Sequence[str], arrived: Sequence[bool]) -> None:
+    def look_at_arrivals(self, names: Sequence[str], arrived: Sequence[int]) -> None:
         """Warns if a gradient did not come."""
         if all(arrived) or self._warned_of_missing:
             return
         self._warned_of_missing = True
         _warn(
-            f"parameter {names[arrived.index(False)]!r} had no gradient on this rank: the buckets "
+            f"parameter {names[arrived.index(0)]!r} had no gradient on this rank: the buckets "
             "from its own on were sent only when backward was over. explain_unused() lists all "
             "such parameters; freeze those that are never used (requires_grad_(False))"
         )

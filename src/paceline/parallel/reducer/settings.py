@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.errors import UsageError
+from paceline.parallel.ranks.rank_weight import RankWeight
 
 
 class LaunchPolicy(enum.Enum):
@@ -33,17 +34,18 @@ class SyncState:
     forward_is_pending: bool = False
     """Whether a forward pass that is to be averaged was not followed by its averages yet."""
     pending_weight: tuple[float, Tensor, dist.Work] | None = None
-    """This rank's weight, the sum over the ranks, and what to wait for before reading it."""
+    """This rank's weight, the sum over the ranks, and what to wait for before using it."""
+    records_statistics: bool = False
+    """Whether the moments of a pass are kept: events on a GPU, looks at the clock on a CPU."""
 
-    def take_weight(self, world_size: int) -> float:
-        """Returns the factor of this rank's gradients in the average, for one pass."""
+    def take_weight(self, num_ranks: int) -> RankWeight:
+        """Returns what this rank's gradients count for in the average, for one pass."""
         if self.pending_weight is None:
-            return 1 / world_size
+            return RankWeight(1 / num_ranks)
         own, total, work = self.pending_weight
         self.pending_weight = None
         work.wait()
-        sum_of_weights = float(total)
-        return own / sum_of_weights if sum_of_weights else 1 / world_size
+        return RankWeight.of(own, total, num_ranks)
 
 
 class GroupReference:

@@ -5,11 +5,17 @@ Phases of one backward pass on every rank:
 1. The gradient of the module's output arrives: a run begins, and its end is registered with the
    pass, so that it comes even if nobody asks for it.
 2. A parameter's gradient is complete: it moves into its bucket, multiplied by this rank's
-   weight in the average. When the bucket and all before it are complete, the bucket's all-reduce
-   starts. Buckets start in the order of their index only, so that ranks whose gradients arrive in
-   a different order cannot wait for each other.
-3. Backward is over: buckets that were not complete start now, with zeros for what is missing;
-   then all are waited for. What is left to wait for here is the exposed communication.
+   weight in the average; small ones wait until there are some to move together. When the bucket and
+   all before it are complete, the bucket's all-reduce starts. Buckets start in the order of their
+   index only, so that ranks whose gradients arrive in a different order cannot wait for each other.
+   Where messages have memory of their own, the one before is waited for and freed then: two are
+   alive at a time, the one in flight and the one that is being filled.
+3. Backward is over: buckets that were not complete start now, with zeros for what is missing; when
+   all containers of the pass have sent theirs, all are waited for. What is left to wait for here is
+   the exposed communication.
+
+What is sent and waited for in which order follows from the plan alone. Whether a message has ended
+is never asked: on a GPU that is unknown to the program, which runs ahead of it.
 
 A parameter that no rank had a gradient for keeps none; one that some ranks had a gradient for
 gets the average on all of them, zeros counted for the rest.
@@ -20,7 +26,6 @@ Backward passes inside backward (reentrant checkpointing) may complete the same 
 times, so what arrives from one is sent only in phase 3.
 """
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
@@ -28,27 +33,31 @@ from collections.abc import Callable, MutableMapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import PacelineError
 from paceline.core.ranges import WAIT, bucket_range
+from paceline.core.units import MIB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import GradientError
-from paceline.parallel.ranks.device_clock import Moment, now, seconds_between
+from paceline.parallel.ranks.device_clock import now
 from paceline.parallel.ranks.pending import collective_error
+from paceline.parallel.reducer import end_of_backward
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
-    AnyWork,
     BackwardRun,
+    RunTimes,
     SynchronizationStats,
     current_pass,
 )
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
-from paceline.parallel.reducer.hooks import when_complete
+from paceline.parallel.reducer.hooks import take_when_complete
 from paceline.parallel.reducer.overlap_warnings import OverlapMonitor
 from paceline.parallel.reducer.settings import LaunchPolicy, Settings, SyncState
+
+_GROUP_BYTES = MIB
+"""Gradients of a bucket are moved into it together when they are so large, or the last ones."""
 
 _synchronizers: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
 """Who averages a parameter's gradients: weak on both sides."""
@@ -87,16 +96,19 @@ class GradientSynchronizer:
                     f"parameter {name!r} belongs to another data-parallel container already; its "
                     "gradients would be averaged twice"
                 )
+        self.made = end_of_backward.next_number()
         self._names = names
         self._parameters = parameters
         self._settings = settings
         self._sync_state = sync_state
         self.buckets = buckets
-        self._places = {
-            slot.tensor: (number, position)
-            for number, bucket in enumerate(buckets)
-            for position, slot in enumerate(bucket.plan.slots)
-        }
+        self._bucket_lengths = [len(bucket.parameters) for bucket in buckets]
+        self._places = [(0, 0, 0)] * len(parameters)
+        """Each parameter's bucket, its position there and its bytes."""
+        for number, bucket in enumerate(buckets):
+            for position, slot in enumerate(bucket.plan.slots):
+                num_bytes = parameters[slot.tensor].nbytes
+                self._places[slot.tensor] = (number, position, num_bytes)
         self._run: BackwardRun | None = None
         self._last_run: BackwardRun | None = None
         self._overlap_monitor = OverlapMonitor()
@@ -105,16 +117,17 @@ class GradientSynchronizer:
             if settings.device.type == "cuda"
             else None
         )
-        self.arrived = [False] * len(parameters)
+        self.arrived = bytearray(len(parameters))
         """Which parameters had a gradient in the last synchronised backward on this rank."""
-        self.records_arrivals = False
-        """Whether to keep when each gradient arrives."""
+        self.records_times = False
+        """Whether to keep when each gradient arrives, whether the user wants statistics or not."""
+        self.before_run: Callable[[], None] = _nothing
+        """Called when a pass turns out to be synchronised, on all ranks."""
         self.after_run: Callable[[], None] = _nothing
         """Called when a pass was synchronised, on all ranks."""
         handles = []
         for index, parameter in enumerate(parameters):
-            tell = functools.partial(GradientSynchronizer.take, index=index)
-            handles.append(when_complete(parameter, self, tell))
+            handles.append(take_when_complete(parameter, self, index))
             _synchronizers[parameter] = weakref.ref(self)
         self._remove_hooks = weakref.finalize(self, _remove_all, handles)
 
@@ -140,65 +153,83 @@ class GradientSynchronizer:
             outputs: Tensors of the forward pass.
             average: Whether the pass is to be averaged, as soon as it completes a gradient.
         """
+        if average:
+            end_of_backward.expect_backward(self)
         if self._is_early:
             self._overlap_monitor.look_at_graph(outputs)
         for output in outputs:
             # A leaf, such as a parameter, would keep the hook for ever.
             if output.grad_fn is not None:
                 output.register_hook(  # type: ignore[no-untyped-call]
-                    lambda _gradient: self.begin(average=average)
+                    lambda _gradient: self._begin_from_output(average)
                 )
+
+    def _begin_from_output(self, average: bool) -> None:
+        self.begin(average=average)  # A hook must not return anything.
 
     def forget_broken_pass(self) -> None:
         """Drops a backward pass that an error has ended; outside of backward only.
 
         One that had begun to send is never forgotten: its messages would be taken for the next's.
         """
-        if self._run is not None and self._run.message_bytes:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        end_of_backward.leave(self, run.task)
+        if run.message_bytes:
+            self._run = run
             raise SynchronizationError(
                 f"rank {dist.get_rank()}: the last backward pass was broken off while its "
                 "gradients were being averaged, and the ranks no longer agree on them; start again "
                 "from a checkpoint"
             )
-        self._run = None
 
-    def begin(self, *, average: bool) -> None:
+    def begin(self, *, average: bool) -> BackwardRun:
         """Begins a run for the backward pass that is going on, unless it has begun."""
         task = current_pass()
         if self._run is None:
-            self._run = BackwardRun(
-                task=task, num_buckets=len(self.buckets), started=now(self._settings.device)
-            )
+            times = None
+            if self.records_times or self._sync_state.records_statistics:
+                times = RunTimes(self._settings.device, len(self.buckets))
+            self._run = BackwardRun(task=task, bucket_lengths=self._bucket_lengths, times=times)
             if task != OUTSIDE_BACKWARD:
-                Variable._execution_engine.queue_callback(self.finish)
+                end_of_backward.take_part(self, task)
         elif self._run.task != task:
             raise SynchronizationError(
                 "a reentrant checkpoint around the whole container ran a backward pass inside of "
                 "the container's own; use checkpoint(..., use_reentrant=False)"
             )
         self._run.average |= average
+        return self._run
 
-    def take_part(self) -> None:
-        """Averages the pass that has begun, whether it completes a gradient or not."""
-        run = self._run
-        assert run is not None
-        if run.weight is None:
-            run.weight = self._sync_state.take_weight(dist.get_world_size(self._settings.group))
-            self.arrived = [False] * len(self._parameters)
+    def take_part(self, run: BackwardRun) -> None:
+        """Averages a pass that has begun, whether it completes a gradient or not."""
+        self.before_run()
+        run.weight = self._sync_state.take_weight(dist.get_world_size(self._settings.group))
+        self.arrived = bytearray(len(self._parameters))
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Ends the run, if there is one: sends what was not sent, and waits for all."""
+    def send_rest(self) -> None:
+        """Sends what backward has not sent; ends a run that completed nothing."""
         run = self._run
         if run is None or run.weight is None:
             self._run = None
             return
-        run.backward_over = now(self._settings.device)
+        if run.times is not None:
+            run.times.backward_over = now(self._settings.device)
         while len(run.message_bytes) < len(self.buckets):
-            self._send_next(run, run.weight)
+            self._send_next(run)
+
+    @torch.no_grad()
+    def receive_rest(self) -> None:
+        """Waits for all that was sent, and ends the run, if there is one."""
+        run = self._run
+        if run is None:
+            return
         while run.in_flight:
             self._receive_next(run)
-        run.all_received = now(self._settings.device)
+        if run.times is not None:
+            run.times.all_received = now(self._settings.device)
         self._last_run = run
         self.after_run()
         self._run = None
@@ -207,117 +238,114 @@ class GradientSynchronizer:
             self._overlap_monitor.look_at_arrivals(self._names, self.arrived)
 
     def stats(self) -> SynchronizationStats | None:
-        """Returns what is known of the last synchronisation; None before the first."""
-        if self._last_run is None:
+        """Returns what is known of the last synchronisation, if it was to be recorded."""
+        if self._last_run is None or self._last_run.times is None:
             return None
-        return self._last_run.stats([len(bucket.parameters) for bucket in self.buckets])
+        return self._last_run.times.stats(self._bucket_lengths, self._last_run.message_bytes)
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of the last synchronisation."""
+        return [] if self._last_run is None else list(self._last_run.message_bytes)
 
     def arrivals_s(self) -> list[float]:
-        """Returns when each gradient of the last run arrived, if that was recorded.
+        """Returns when each gradient of the last run arrived, if that was recorded."""
+        if self._last_run is None or self._last_run.times is None:
+            return []
+        return self._last_run.times.arrivals_s(len(self._parameters))
 
-        A gradient that did not arrive is sent when backward is over.
-        """
-        run = self._last_run
-        assert run is not None
-        return [
-            seconds_between(run.started, run.arrivals.get(index, run.backward_over))
-            for index in range(len(self._parameters))
-        ]
-
-    @torch.no_grad()
     def take(self, index: int) -> None:
         """Takes in a gradient that a backward pass has completed."""
-        if self._run is None:
-            # The module's output was hidden in something that is not searched for tensors.
-            self.begin(average=self._sync_state.forward_synchronizes)
         run = self._run
-        assert run is not None
-        if run.average and self._sync_state.synchronize:
-            self.take_part()
-        number, position = self._places[index]
-        bucket = self.buckets[number]
-        if index in run.complete:
+        if run is None:
+            # The module's output was hidden in something that is not searched for tensors.
+            run = self.begin(average=self._sync_state.forward_synchronizes)
+        number, position, num_bytes = self._places[index]
+        if run.weight is None:
+            if not (run.average and self._sync_state.synchronize):
+                self._keep(number, position)
+                return
+            self.take_part(run)
+        if run.is_complete[index]:
             raise GradientError(
                 f"parameter {self._names[index]!r} got a second gradient in one backward pass, "
                 "when the first had been taken for complete: it is used inside and outside of a "
                 "reentrant checkpoint; use checkpoint(..., use_reentrant=False)"
             )
-        nested = current_pass() != run.task
-        if run.weight is None or nested:
-            bucket.keep(position)
-        elif bucket.take(position, run.weight):
-            run.scaled[number].add(position)
-        if run.weight is None:
+        self.arrived[index] = 1
+        if run.times is not None:
+            run.times.arrivals[index] = now(self._settings.device)
+        if current_pass() != run.task:
+            self._keep(number, position)
             return
-        self.arrived[index] = True
-        if self.records_arrivals:
-            run.arrivals[index] = now(self._settings.device)
-        if self._side_stream is None:
-            self._note_finished(run)
-        if not nested:
-            run.complete.add(index)
-            run.num_complete[number] += 1
-            self._send_what_is_ready(run, run.weight)
+        run.is_complete[index] = 1
+        run.waiting[number].append(position)
+        run.waiting_bytes[number] += num_bytes
+        run.num_left[number] -= 1
+        if run.num_left[number] == 0:
+            self._move_waiting(run, number)
+            if self._settings.launch is LaunchPolicy.WHEN_READY:
+                self._send_what_is_ready(run)
+        elif run.waiting_bytes[number] >= _GROUP_BYTES:
+            self._move_waiting(run, number)
 
-    def _send_what_is_ready(self, run: BackwardRun, weight: float) -> None:
-        while (
-            self._settings.launch is LaunchPolicy.WHEN_READY
-            and (number := len(run.message_bytes)) < len(self.buckets)
-            and run.num_complete[number] == len(self.buckets[number].parameters)
-        ):
-            self._send_next(run, weight)
+    @torch.no_grad()
+    def _keep(self, number: int, position: int) -> None:
+        self.buckets[number].keep(position)
 
-    def _send_next(self, run: BackwardRun, weight: float) -> None:
+    @torch.no_grad()
+    def _move_waiting(self, run: BackwardRun, number: int) -> None:
+        """Moves the gradients into a bucket that are complete."""
+        positions = run.waiting[number]
+        assert run.weight is not None
+        if positions:
+            self.buckets[number].take(positions, run.weight)
+            run.taken[number].update(positions)
+            run.waiting[number] = []
+            run.waiting_bytes[number] = 0
+
+    @torch.no_grad()
+    def _send_what_is_ready(self, run: BackwardRun) -> None:
+        while (number := len(run.message_bytes)) < len(self.buckets) and not run.num_left[number]:
+            self._send_next(run)
+
+    def _send_next(self, run: BackwardRun) -> None:
         number = len(run.message_bytes)
         bucket = self.buckets[number]
-        while bucket.is_received_early and run.in_flight and run.in_flight[0][1].is_completed():
-            self._receive_next(run)
-        message = bucket.pack(run.scaled[number], weight)
+        assert run.weight is not None
+        self._move_waiting(run, number)
+        message = bucket.pack(run.taken[number], run.weight)
         run.message_bytes.append(message.nbytes)
-        run.launched.append(now(self._settings.device))
+        if run.times is not None:
+            run.times.launch()
         try:
             with named_range(bucket_range(number)):
                 work = bucket.start(message, self._settings.group)
-            run.in_flight.append((message, work))
-            if self._side_stream is not None:
-                run.finished[number] = self._moment_after(work, self._side_stream)
-            if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
-                self._receive_next(run)
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error
-
-    def _moment_after(self, work: AnyWork, stream: torch.cuda.Stream) -> Moment:
-        # Waiting in a stream of its own marks the end of the message, and holds up nothing else.
-        with torch.cuda.stream(stream):
-            work.wait()
-            return now(self._settings.device)
-
-    def _note_finished(self, run: BackwardRun) -> None:
-        """Notes which messages have ended since the last look.
-
-        A callback at the very moment would run on the communication's own thread and compete with
-        backward for the interpreter: that made steps 1.5% slower.
-        """
-        for number in range(run.num_seen_finished, len(run.message_bytes)):
-            if not run.in_flight[number - run.num_received][1].is_completed():
-                return
-            run.finished[number] = now(self._settings.device)
-            run.num_seen_finished += 1
+        run.in_flight.append((message, work))
+        if run.times is not None:
+            run.times.watch(number, work, self._side_stream)
+        del message, work  # Otherwise one that is received below would not be freed.
+        if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
+            self._receive_next(run)
+        elif (
+            number and self.buckets[number - 1].is_received_early and end_of_backward.is_alone(self)
+        ):
+            while len(run.in_flight) > 1:
+                self._receive_next(run)
 
     def _receive_next(self, run: BackwardRun) -> None:
         number = run.num_received
         run.num_received += 1
-        bucket = self.buckets[number]
         message, work = run.in_flight.popleft()
         try:
             with named_range(WAIT):
                 work.wait()
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error
-        if self._side_stream is None and run.num_seen_finished == number:
-            run.finished[number] = now(self._settings.device)
-            run.num_seen_finished += 1
-        bucket.unpack(message)
+        if run.times is not None:
+            run.times.receive(number)
+        self.buckets[number].unpack(message)
 
 
 def _remove_all(handles: Sequence[RemovableHandle]) -> None:

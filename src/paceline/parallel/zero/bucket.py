@@ -8,13 +8,14 @@ to step is the gradient of the shard.
 A parameter whose gradient has moved into a message keeps a `ReducedGradient` in its place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.buckets import BucketPlan, reducible_gradient, view_like
+from paceline.parallel.ranks.rank_weight import RankWeight
 from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
 from paceline.parallel.zero.flat_parameters import FlatParameters
 from paceline.parallel.zero.reduced_gradient import ReducedGradient
@@ -78,34 +79,35 @@ class ShardedBucket:
         if is_shared:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
-    def take(self, position: int, weight: float) -> bool:
-        """Moves a gradient into the message, multiplied by the weight."""
-        gradient = self._gradient(position)
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Moves gradients into the message, multiplied by the weight."""
         if self._buffer is None:
             self._open()
-        view = self._views[position]
-        if view.dtype.itemsize > gradient.dtype.itemsize:
-            view.copy_(gradient).mul_(weight)  # Scaled in the wider dtype, nothing is lost.
-        else:
-            torch.mul(gradient, weight, out=view)
-        self.parameters[position].grad = self._reduced[position]
-        if self.flat.local_gradients:
-            self.flat.local_gradients.discard(self.parameters[position])
-        return True
+        gradients = [self._gradient(position) for position in positions]
+        weight.scale_into(
+            [torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients],
+            [self._views[position] for position in positions],
+        )
+        for position in positions:
+            self.parameters[position].grad = self._reduced[position]
+            if self.flat.local_gradients:
+                self.flat.local_gradients.discard(self.parameters[position])
 
-    def pack(self, scaled: set[int], weight: float) -> Tensor:
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
         """Returns the message, with zeros for what is missing."""
         if self._buffer is None:
             self._open()
+        left = []
         for position, parameter in enumerate(self.parameters):
-            if position in scaled:
+            if position in taken:
                 continue
             if not self._has_gradient(parameter):
                 self._views[position].zero_()
                 self._missing[parameter] = self.plan.slots[position].tensor
                 self._used.note_missing(self._missing[parameter])
             else:
-                self.take(position, weight)
+                left.append(position)
+        self.take(left, weight)
         assert self._buffer is not None
         return self._buffer
 
@@ -174,9 +176,13 @@ class ShardedBucket:
         self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
         for begin, end in self._gaps:
             self._buffer[begin:end] = 0  # Shards are updated together with what lies between them.
+        pieces = [slot.piece_of(self._buffer) for slot in self.plan.slots]
         self._views = [
-            view_like(parameter, slot.piece_of(self._buffer))
-            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+            # A complex number is two real ones, and has no dtype of its own that is narrower.
+            piece.view(*parameter.shape, 2)
+            if parameter.is_complex()
+            else view_like(parameter, piece)
+            for piece, parameter in zip(pieces, self.parameters, strict=True)
         ]
 
 

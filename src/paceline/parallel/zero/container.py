@@ -136,13 +136,22 @@ class ShardedDataParallel(DataParallel):
     def _has_compiled_layer_in_flight(self) -> bool:
         return self._shared.are_in_flight and any(map(is_compiled, self._inner_modules))
 
-    def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank; None before it.
+    def record_statistics(self, enabled: bool = True) -> None:
+        """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
 
-        What the forward pass before it has waited for parameters counts as exposed. On a GPU that
-        is measured from the first question on.
+        Args:
+            enabled: Whether to keep them.
         """
-        self._shared.time_waits()
+        super().record_statistics(enabled)
+        if enabled:
+            self._shared.time_waits()
+
+    def synchronization_stats(self) -> SynchronizationStats | None:
+        """Returns sizes and times of the last synchronisation on this rank.
+
+        What the forward pass before it has waited for parameters counts as exposed. None before
+        it, and where nobody has asked to `record_statistics` before.
+        """
         stats = super().synchronization_stats()
         if stats is None:
             return None
@@ -235,11 +244,6 @@ class ShardedDataParallel(DataParallel):
         sums = self._master_dtype if works_in_place(self._settings.device) else None
         return self._settings.reduction_dtype or sums or dtype
 
-    def _build(self) -> None:
-        super()._build()
-        assert self._synchronizer is not None
-        self._synchronizer.after_run = _weakly(self._settle)
-
     def _prepare(self) -> GradientSynchronizer:
         if self._shared.has_stepped and self._sync_state.synchronize and self.training:
             raise UsageError(
@@ -255,7 +259,7 @@ class ShardedDataParallel(DataParallel):
             )
         return super()._prepare()
 
-    def _follow_changes(self) -> None:
+    def _follow_changes(self, *, agree: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # None of this needs a value.
             unknown = [
                 name

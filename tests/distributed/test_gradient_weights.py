@@ -1,0 +1,120 @@
+"""What ranks count for in the average: by tokens, not at all, or all alike."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.parallel import RankPool, ShardedDataParallel, ShardedOptimizer
+from tests.distributed.toys import (
+    CONTAINERS,
+    Layered,
+    data,
+    loss_of,
+    make_pair,
+    require_equal,
+    require_identical,
+)
+
+Pools = Callable[[int], RankPool]
+
+_NOT_NUMBERS = (float("nan"), float("inf"))
+
+
+def _padding_alone(rank: int, world_size: int, container: str, dtype: torch.dtype | None) -> None:
+    """The last rank has a batch of padding: its mean loss is zero divided by zero."""
+    ours, oracle = make_pair(rank, "layered", container, reduction_dtype=dtype)
+    is_void = rank == world_size - 1
+    for step, bad in enumerate(_NOT_NUMBERS):
+        ours.set_gradient_weight(0.0 if is_void else 2.0)
+        (loss_of(ours(data(step, rank), rank)) * (bad if is_void else 1.0)).backward()
+        losses = [loss_of(oracle(data(step, other), other)) for other in range(world_size - 1)]
+        (sum(losses) / (world_size - 1)).backward()
+        # In bf16, what is sent has eight digits in base two.
+        require_equal(ours, oracle, tolerance=1e-6 if dtype is None else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_a_rank_of_weight_zero_computes_is_left_out_even_if_not_finite(
+    rank_pool: Pools, container: str, dtype: torch.dtype | None
+) -> None:
+    rank_pool(3).run(_padding_alone, container, dtype)
+
+
+def _sharded_padding_alone(rank: int, _world_size: int) -> None:
+    torch.manual_seed(0)
+    ours = ShardedDataParallel(Layered(), 0.001)
+    torch.manual_seed(0)
+    oracle = Layered()
+    optimizers = [
+        ShardedOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1),
+        torch.optim.SGD(oracle.parameters(), lr=0.1),
+    ]
+    ours.set_gradient_weight([1.0, 0.0][rank])
+    (loss_of(ours(data(0, rank), rank)) * [1.0, float("nan")][rank]).backward()
+    loss_of(oracle(data(0, 0), 0)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for own, expected in zip(ours.parameters(), oracle.parameters(), strict=True):
+        require_identical(own.detach(), "parameter")
+        torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_shards_leave_out_what_a_rank_of_weight_zero_computes(rank_pool: Pools) -> None:
+    rank_pool(2).run(_sharded_padding_alone)
+
+
+def _all_zero(rank: int, world_size: int, container: str) -> None:
+    ours, oracle = make_pair(rank, "layered", container)
+    ours.set_gradient_weight(0.0)
+    loss_of(ours(data(0, rank), rank)).backward()
+    losses = [loss_of(oracle(data(0, other), other)) for other in range(world_size)]
+    (sum(losses) / world_size).backward()
+    require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_where_all_weights_are_zero_all_ranks_count_alike(rank_pool: Pools, container: str) -> None:
+    rank_pool(2).run(_all_zero, container)
+
+
+class _Complex(nn.Module):
+    """A complex parameter beside a real one, whose gradients are its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.phase * x).real.sum() + (self.scale * x.real[0]).sum()
+
+
+def _complex(rank: int, world_size: int, container: str, dtype: torch.dtype) -> None:
+    ours = (
+        ShardedDataParallel(_Complex(), reduction_dtype=dtype)
+        if container == "sharded"
+        else CONTAINERS[container](_Complex(), reduction_dtype=dtype)
+    )
+    given = [torch.full((3, 2), rank_ + 1 - 2j * rank_) for rank_ in range(world_size)]
+    ours(given[rank]).backward()
+    mean = sum(given) / world_size
+    if container == "sharded":
+        shards = ShardedOptimizer(ours.parameters(), torch.optim.SGD, lr=1.0)
+        shards.step()
+        ours.wait_for_parameters()
+        torch.testing.assert_close(ours.module.phase.detach(), -mean.conj(), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(ours.module.scale.detach(), -mean.real[0], atol=1e-2, rtol=1e-2)
+    else:
+        torch.testing.assert_close(ours.module.phase.grad, mean.conj(), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(ours.module.scale.grad, mean.real[0], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("container", [*CONTAINERS, "sharded"])
+def test_complex_gradients_are_averaged_in_another_dtype(
+    rank_pool: Pools, container: str, dtype: torch.dtype
+) -> None:
+    rank_pool(2).run(_complex, container, dtype)
