@@ -1,12 +1,13 @@
 """What ranks count for in the average: by tokens, not at all, or all alike."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.parallel import RankPool, ShardedDataParallel, ShardedOptimizer
+from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel, ShardedOptimizer
 from tests.distributed.toys import (
     CONTAINERS,
     Layered,
@@ -78,6 +79,47 @@ def _all_zero(rank: int, world_size: int, container: str) -> None:
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_where_all_weights_are_zero_all_ranks_count_alike(rank_pool: Pools, container: str) -> None:
     rank_pool(2).run(_all_zero, container)
+
+
+class _LargeAndSmall(nn.Module):
+    """Gradients that are moved one by one and together, within one bucket and over several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (10, 600, 600, 3, 200, 10)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+
+    def forward(self, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _sizes(rank: int, world_size: int, container: str, size_mb: float | None) -> None:
+    torch.manual_seed(0)
+    module, oracle = _LargeAndSmall(), _LargeAndSmall()
+    oracle.load_state_dict(module.state_dict())
+    make = CONTAINERS[container]
+    ours = make(module) if size_mb is None else BucketedDataParallel(module, size_mb)
+    for step in range(3):
+        for model in (ours, oracle):
+            # Views that stay, and fresh gradients.
+            model.zero_grad(set_to_none=step % 2 == 0)
+        ours.set_gradient_weight(rank + 1.0)
+        loss_of(ours(data(step, rank), rank)).backward()
+        losses = [(r + 1) * loss_of(oracle(data(step, r), r)) for r in range(world_size)]
+        (sum(losses) / sum(range(1, world_size + 1))).backward()
+        require_equal(ours, oracle)
+
+
+@pytest.mark.parametrize(
+    ("container", "size_mb"),
+    [*((name, None) for name in CONTAINERS), ("bucketed", 0.5), ("bucketed", 1.5)],
+)
+def test_large_and_small_gradients_are_averaged_alike(
+    rank_pool: Pools, container: str, size_mb: float | None
+) -> None:
+    rank_pool(2).run(_sizes, container, size_mb)
 
 
 class _Complex(nn.Module):

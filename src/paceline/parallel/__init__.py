@@ -17,8 +17,8 @@ from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.base import DataParallel
 from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter
 from paceline.parallel.reducer.overlap_warnings import OverlapWarning
+from paceline.parallel.reducer.ownership import SynchronizationError
 from paceline.parallel.reducer.same_model import DisagreementError
-from paceline.parallel.reducer.synchronizer import SynchronizationError
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 from paceline.parallel.zero.optimizer_state import OptimizerStateError

@@ -26,15 +26,13 @@ Backward passes inside backward (reentrant checkpointing) may complete the same 
 times, so what arrives from one is sent only in phase 3.
 """
 
-import gc
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import PacelineError
 from paceline.core.ranges import WAIT, bucket_range
@@ -54,17 +52,11 @@ from paceline.parallel.reducer.backward_pass import (
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
 from paceline.parallel.reducer.hooks import take_when_complete
 from paceline.parallel.reducer.overlap_warnings import OverlapMonitor
+from paceline.parallel.reducer.ownership import SynchronizationError, claim, release
 from paceline.parallel.reducer.settings import LaunchPolicy, Settings, SyncState
 
 _GROUP_BYTES = MIB
 """Gradients of a bucket are moved into it together when they are so large, or the last ones."""
-
-_synchronizers: MutableMapping[Tensor, "weakref.ref[GradientSynchronizer]"] = WeakIdKeyDictionary()
-"""Who averages a parameter's gradients: weak on both sides."""
-
-
-class SynchronizationError(PacelineError):
-    """Gradients could not be synchronised on this rank."""
 
 
 class GradientSynchronizer:
@@ -87,15 +79,7 @@ class GradientSynchronizer:
         settings: Settings,
         sync_state: SyncState,
     ) -> None:
-        for name, parameter in zip(names, parameters, strict=True):
-            other = _synchronizers.get(parameter)
-            if other is not None and other() is not None:
-                gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
-            if other is not None and other() is not None:
-                raise SynchronizationError(
-                    f"parameter {name!r} belongs to another data-parallel container already; its "
-                    "gradients would be averaged twice"
-                )
+        claim(parameters, names, self)
         self.made = end_of_backward.next_number()
         self._names = names
         self._parameters = parameters
@@ -125,17 +109,15 @@ class GradientSynchronizer:
         """Called when a pass turns out to be synchronised, on all ranks."""
         self.after_run: Callable[[], None] = _nothing
         """Called when a pass was synchronised, on all ranks."""
-        handles = []
-        for index, parameter in enumerate(parameters):
-            handles.append(take_when_complete(parameter, self, index))
-            _synchronizers[parameter] = weakref.ref(self)
+        handles = [
+            take_when_complete(parameter, self, index) for index, parameter in enumerate(parameters)
+        ]
         self._remove_hooks = weakref.finalize(self, _remove_all, handles)
 
     def close(self) -> None:
         """Lets go of the parameters; their gradients stay as they are."""
         self._remove_hooks()
-        for parameter in self._parameters:
-            _synchronizers.pop(parameter, None)
+        release(self._parameters)
 
     @property
     def _is_early(self) -> bool:
