@@ -217,6 +217,7 @@ def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) 
         size_mb = [width * width * 8 / 2**20] if strategy == "bucketed" else []
         model = apply_strategy(strategy, _model(device, width, 12), *size_mb)
         assert isinstance(model, DataParallelContainer)
+        model.record_statistics()
         optimizer = make_optimizer(strategy, model, torch.optim.SGD, lr=0.1)
         waits = []
         for step in range(6):

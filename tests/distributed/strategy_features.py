@@ -170,6 +170,7 @@ def _names_unused(pair: Pair) -> None:
 
 
 def _tells_times(pair: Pair) -> None:
+    pair.model.record_statistics()
     _trains_once(pair)
     assert pair.model.synchronization_stats() is not None
 

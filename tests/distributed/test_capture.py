@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 def _record(rank: int, _world_size: int, path: str) -> list[float]:
     torch.manual_seed(0)
     model = BucketedDataParallel(Layered(), bucket_size_mb=0.001)
+    model.record_statistics()
     exposed = []
     with record_ranks(pathlib.Path(path), CPU):
         for step in range(3):
