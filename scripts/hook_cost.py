@@ -127,8 +127,7 @@ def main() -> int:
             {
                 "subject": f"hooks of {name}",
                 "baseline": f"hooks of {BASELINE}",
-                "operation": "backward, CPU time per parameter",
-                "num_parameters": num_parameters,
+                "operation": f"backward, CPU time per parameter of {num_parameters}",
                 "world_size": WORLD_SIZE,
                 **describe_hardware(torch.device("cpu")).as_case(),
                 "threads": threads_per_rank(WORLD_SIZE),
