@@ -41,7 +41,7 @@ class RankWeight:
 
     def scale(self, tensors: list[Tensor]) -> None:
         """Multiplies tensors in place; where this rank counts for nothing, they become zero."""
-        torch._foreach_mul_(tensors, self._factor)  # type: ignore[call-overload]
+        torch._foreach_mul_(tensors, self._factor)
         if self._is_void is not None:
             for tensor in tensors:
                 tensor.masked_fill_(self._is_void, 0)  # Zero times what is not finite is not zero.
