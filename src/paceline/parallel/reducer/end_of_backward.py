@@ -17,6 +17,8 @@ class Participant(Protocol):
 
     made: int
     """What `next_number` returned when it was made."""
+    rank: int
+    """Whose it is: ranks may be threads of one process."""
 
     def send_rest(self) -> None:
         """Sends what backward has not sent."""
@@ -71,7 +73,7 @@ def is_alone(participant: Participant) -> bool:
     Ranks that reach two containers in different orders would each wait for what the other one
     sends later.
     """
-    return all(other is participant for other in _awaiting)
+    return all(other is participant or other.rank != participant.rank for other in list(_awaiting))
 
 
 def _finish(task: int) -> None:

@@ -81,6 +81,7 @@ class GradientSynchronizer:
     ) -> None:
         claim(parameters, names, self)
         self.made = end_of_backward.next_number()
+        self.rank = dist.get_rank()
         self._names = names
         self._parameters = parameters
         self._settings = settings
