@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.accounting.communication.buckets import EDGE_BYTES
 from paceline.parallel.buckets import Bucket, TensorSpec, plan_buckets, tensor_spec, view_like
+from paceline.parallel.ranks.rank_weight import RankWeight
 
 CPU = torch.device("cpu")
 
@@ -139,15 +140,16 @@ def test_a_view_has_the_strides_of_a_dense_parameter() -> None:
     assert view_like(kernel, torch.zeros(120)).stride() == kernel.stride()
 
 
-def test_a_gradient_is_taken_once_and_scaled_on_the_way() -> None:
+def test_a_gradient_is_scaled_on_the_way_and_where_it_lies_already() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     (plan,) = plan_buckets([tensor_spec("p", parameter)], None)
     bucket = Bucket(plan, [parameter], ["p"], None)
     parameter.grad = torch.tensor([2.0, 4.0, 6.0])
-    assert bucket.take(0, 0.5)
+    bucket.take([0], RankWeight(0.5))
     assert parameter.grad.data_ptr() == bucket.buffer.data_ptr()
-    assert not bucket.take(0, 0.5)
     assert parameter.grad.tolist() == [1.0, 2.0, 3.0]
+    bucket.take([0], RankWeight(0.5))
+    assert parameter.grad.tolist() == [0.5, 1.0, 1.5]
 
 
 @pytest.mark.parametrize("reduction_dtype", [None, torch.bfloat16, torch.float64])
@@ -157,7 +159,7 @@ def test_a_message_is_as_long_as_its_plan_says(reduction_dtype: torch.dtype | No
     (plan,) = plan_buckets(
         [tensor_spec(*named) for named in zip(names, parameters, strict=True)], None
     )
-    message = Bucket(plan, parameters, names, reduction_dtype).pack(set(), 1.0)
+    message = Bucket(plan, parameters, names, reduction_dtype).pack(set(), RankWeight(1.0))
     # Behind the gradients, aligned to sixteen bytes, one number per parameter says who had one.
     assert message.numel() == 36 + 4 + 2
     assert plan.message_bytes(reduction_dtype) == message.nbytes
