@@ -145,6 +145,7 @@ class ShardedBucket:
                 place = self._missing[shard.parameter]
                 self.flat.undecided[shard] = place, self.flat.gradient_of(shard)
         self._missing = {}
+        self.flat.was_trained |= self.flat.is_trained
 
     @property
     def is_accumulating(self) -> bool:

@@ -99,13 +99,22 @@ class FlatParameters:
         self.undecided: dict[Shard, tuple[int, Tensor]] = {}
         """Shards that other ranks may have had a gradient for, the places of their parameters among
         all, and the sums."""
+        self.was_trained = False
+        """Whether a container has averaged gradients here that were not dropped since; the same on
+        all ranks."""
         self.arriving = ArrivingParameters(self.parameters, layout.device)
         self._versions = self._current_versions()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of the parameters is not frozen; the same on all ranks."""
+        return any(parameter.requires_grad for parameter in self.parameters)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of this rank's shards."""
         self.undecided.clear()
         self.local_gradients.clear()
+        self.was_trained &= not set_to_none
         for shard in self.shards:
             if set_to_none:
                 shard.tensor.grad = None

@@ -105,8 +105,7 @@ class ShardOptimizer:
 
     def step(self, **keywords: Any) -> None:
         """Updates this rank's shards, and starts to send them."""
-        # Where all are frozen, they are so on all ranks, and nothing has changed.
-        flats = [flat for flat in self.flats if any(p.requires_grad for p in flat.parameters)]
+        flats = [flat for flat in self.flats if self._may_change(flat)]
         for flat in flats:
             flat.wait()
             flat.require_in_place()
@@ -123,6 +122,17 @@ class ShardOptimizer:
                 self.drop_gradients()
         for flat in flats:
             flat.publish(self.group.get())
+
+    def _may_change(self, flat: FlatParameters) -> bool:
+        """Whether to update and send parameters; the same on all ranks.
+
+        Frozen ones change too while they have gradients from before: momentum moves them on.
+        """
+        if flat.is_trained:
+            return True
+        if self.is_awaited_elsewhere:
+            return flat.was_trained
+        return any(parameter.grad is not None for parameter in flat.parameters)
 
     def _pass_on_options(self, inner: Optimizer) -> None:
         """Gives the inner groups what has changed in the outer ones, as schedulers change them.
