@@ -95,7 +95,6 @@ SHARDED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.xfail(reason="messages are freed when the host sees them end", strict=False)
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradients_take_two_buckets_and_the_shard(name: str) -> None:
     def program(_rank: int) -> int:
