@@ -25,10 +25,12 @@ _RATE = 0.1
 
 _REPLICATED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "bucketed")
 _WITH_WHOLE_GRADIENTS: tuple[StrategyName, ...] = (*_REPLICATED, "sharded_optimizer")
-OURS: tuple[StrategyName, ...] = (*_WITH_WHOLE_GRADIENTS, "sharded", "sharded_per_bucket")
+OURS: tuple[StrategyName, ...] = (
+    *_WITH_WHOLE_GRADIENTS,
+    *("sharded", "sharded_per_bucket", "fully_sharded"),
+)
 _TORCHS: tuple[StrategyName, ...] = ("torch_ddp", "torch_zero", "torch_zero_view", "torch_fsdp2")
-SHOWN: tuple[StrategyName, ...] = (*OURS, *_TORCHS)
-STRATEGIES: tuple[StrategyName, ...] = (*OURS, "fully_sharded", *_TORCHS)
+STRATEGIES: tuple[StrategyName, ...] = (*OURS, *_TORCHS)
 
 
 class Layers(nn.Module):
@@ -192,7 +194,7 @@ def _saves_for_any(pair: Pair) -> None:
 
 
 FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
-    "equals one process": (_trains, dict.fromkeys(SHOWN, "yes")),
+    "equals one process": (_trains, dict.fromkeys(STRATEGIES, "yes")),
     "`no_sync`": (
         _accumulates,
         dict.fromkeys((*OURS, "torch_ddp", "torch_zero", "torch_zero_view"), "yes"),
@@ -200,14 +202,14 @@ FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "`container.clip_grad_norm_`": (
         _clips,
         {
-            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "sharded"), "yes"),
+            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "sharded", "fully_sharded"), "yes"),
             "sharded_per_bucket": "refused",
         },
     ),
     "`torch.nn.utils.clip_grad_norm_`": (
         _is_clipped_by_torch,
         {
-            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, *_TORCHS), "yes"),
+            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "fully_sharded", *_TORCHS), "yes"),
             **dict.fromkeys(("sharded", "sharded_per_bucket"), "refused"),
         },
     ),
@@ -216,7 +218,7 @@ FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "unused on some ranks": (_may_leave_out, dict.fromkeys(OURS, "yes")),
     "`explain_unused`": (_names_unused, dict.fromkeys(OURS, "yes")),
     "`synchronization_stats`": (_tells_times, dict.fromkeys(OURS, "yes")),
-    "checkpoint for any world size": (_saves_for_any, dict.fromkeys(SHOWN, "yes")),
+    "checkpoint for any world size": (_saves_for_any, dict.fromkeys(STRATEGIES, "yes")),
 }
 """By feature: what shows it, and which strategies it is shown of."""
 

@@ -14,10 +14,9 @@ from paceline.parallel import RankPool
 from tests.distributed.fuzz import MAKE, run_programs
 
 Pools = Callable[[int], RankPool]
-KINDS = [kind for kind in MAKE if kind != "fully_sharded"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKE)
 def test_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
     for wrong in rank_pool(3).run(run_programs, kind, range(24)):
         assert not wrong, "seed, parameter, relative difference"
@@ -25,7 +24,7 @@ def test_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKE)
 def test_a_thousand_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
     for first in range(0, 1000, 50):
         for wrong in rank_pool(3).run(run_programs, kind, range(first, first + 50)):

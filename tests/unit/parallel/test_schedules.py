@@ -25,7 +25,6 @@ from tests.unit.parallel.simulation.group import simulated_ranks
 from tests.unit.parallel.simulation.live_storages import LiveStorages
 from tests.unit.parallel.simulation.training import ANY_ORDER, PROGRAMS, Program, Trainee, explore
 
-_OF_ALL = ("one pass", "accumulated", "unused", "unused on one rank")
 _WITHOUT_REPEATS = {name: one for name, one in PROGRAMS.items() if name != "accumulated"}
 
 CASES: dict[str, tuple[Callable[[], Trainee], dict[str, Program], int]] = {
@@ -33,7 +32,7 @@ CASES: dict[str, tuple[Callable[[], Trainee], dict[str, Program], int]] = {
     "overlapped": (containers.overlapped, PROGRAMS | ANY_ORDER, 400),
     "sharded": (containers.sharded, PROGRAMS | ANY_ORDER, 2500),
     "sharded in backward": (containers.sharded_in_backward, _WITHOUT_REPEATS | ANY_ORDER, 1500),
-    "fully sharded": (containers.fully_sharded, {name: PROGRAMS[name] for name in _OF_ALL}, 600),
+    "fully sharded": (containers.fully_sharded, PROGRAMS, 600),
 }
 """What is trained, with which programs, in how many schedules."""
 

@@ -10,8 +10,6 @@ TINY = ModelShape(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 
 @pytest.mark.parametrize("subject", scale_study.SUBJECTS)
 def test_a_subject_is_measured(subject: str) -> None:
-    if "fully_sharded" in subject:
-        pytest.skip("needs a model on the meta device")
     with scale_study.one_rank_of(64):
         numbers = scale_study.measure(subject, TINY, repetitions=1)
     assert numbers["python_bytes"] > 0
