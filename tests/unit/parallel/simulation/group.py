@@ -4,8 +4,6 @@ import contextlib
 import datetime
 import functools
 import types
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +14,6 @@ from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from paceline.parallel.ranks import device_clock, reduce_scatter
-from paceline.parallel.reducer import end_of_backward
 from tests.unit.parallel.simulation.device import Device, SimulatedWork
 from tests.unit.parallel.simulation.scheduler import Scheduler
 
@@ -159,20 +156,6 @@ def _create(_store: object, rank: int, size: int, _timeout: object) -> Simulated
 dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])
 
 
-class _OfRank:
-    """A weak set for every rank, where each has a process of its own in reality."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._of_rank: dict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of_rank[self._device.rank], name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._of_rank[self._device.rank])
-
-
 def _always(_device: torch.device) -> bool:
     return True
 
@@ -195,7 +178,6 @@ def simulated_ranks(num_ranks: int) -> Iterator[tuple[Scheduler, Device]]:
         with (
             mock.patch.object(reduce_scatter, "works_in_place", _always),
             mock.patch.object(device_clock, "current_stream", device.current_stream),
-            mock.patch.object(end_of_backward, "_awaiting", _OfRank(device)),
         ):
             scheduler.run(join, seed=0)
             yield scheduler, device
