@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.parallel.fsdp.layer import ShardedLayer
 from paceline.parallel.fsdp.layers import LayerUser
-from paceline.parallel.reducer.synchronizer import SynchronizationError
+from paceline.parallel.reducer.ownership import SynchronizationError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.reducer.backward_pass import OUTSIDE_BACKWARD, current_pass
 from paceline.parallel.reducer.hooks import when_complete
 from paceline.parallel.reducer.module_checks import tensors_in
+from paceline.parallel.reducer.ownership import SynchronizationError
 from paceline.parallel.reducer.settings import SyncState
-from paceline.parallel.reducer.synchronizer import SynchronizationError
 
 
 class Schedule:
