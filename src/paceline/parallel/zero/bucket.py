@@ -29,10 +29,11 @@ class ShardedBucket:
         plan: What it holds.
         flat: Its parameters, sharded over the ranks.
         used: Which parameters any rank had a gradient for.
+        places: The places of its parameters in `used`.
         message_dtype: What is sent.
         shard_group: Returns the ranks that hold the shards.
         when_landed: Called when the message has arrived.
-        is_last: Whether the counts of `used` are sent behind it.
+        sends_counts: Whether the counts of `used` are sent behind it.
     """
 
     is_received_early = True
@@ -43,11 +44,12 @@ class ShardedBucket:
         plan: BucketPlan,
         flat: FlatParameters,
         used: UsedParameters,
+        places: Sequence[int],
         *,
         message_dtype: torch.dtype,
         shard_group: Callable[[], dist.ProcessGroup],
         when_landed: Callable[["ShardedBucket"], None],
-        is_last: bool,
+        sends_counts: bool,
     ) -> None:
         self.plan = plan
         self.flat = flat
@@ -56,15 +58,17 @@ class ShardedBucket:
         self._reduced = [
             ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
         ]
-        self._used = used
+        self.used = used
+        """Which parameters any rank had a gradient for."""
+        self._places = places
         self._message_dtype = message_dtype
         self._shard_group = shard_group
         self._when_landed = when_landed
-        self._is_last = is_last
+        self._sends_counts = sends_counts
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: dict[nn.Parameter, int] = {}
-        """Parameters that this rank has no gradient for, and their places among all."""
+        """Parameters that this rank has no gradient for, and their places in `used`."""
         self._reduce_scatter: ReduceScatter | None = None
         self._gaps = list(_gaps(plan, flat.layout.num_elements))
         flat.gradient = torch.zeros_like(flat.master)
@@ -103,8 +107,8 @@ class ShardedBucket:
                 continue
             if not self._has_gradient(parameter):
                 self._views[position].zero_()
-                self._missing[parameter] = self.plan.slots[position].tensor
-                self._used.note_missing(self._missing[parameter])
+                self._missing[parameter] = self._places[position]
+                self.used.note_missing(self._places[position])
             else:
                 left.append(position)
         self.take(left, weight)
@@ -114,8 +118,8 @@ class ShardedBucket:
     def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
         """Starts the reduce-scatter."""
         self._reduce_scatter = start_reduce_scatter(message, self._shard_group())
-        if self._is_last:
-            self._used.start(group)
+        if self._sends_counts:
+            self.used.start(group)
         return self._reduce_scatter
 
     def unpack(self, _message: Tensor) -> None:

@@ -101,8 +101,6 @@ class ShardedDataParallel(DataParallel):
         self._forward_waits: list[tuple[Moment, Moment]] = []
         self._buckets: list[ShardedBucket] = []
         self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
-        self._delayed: list[ShardedBucket] = []
-        """Buckets that step only when backward is over."""
         super().__init__(
             module,
             cap_bytes=bucket_cap_bytes(bucket_size_mb),
@@ -204,7 +202,9 @@ class ShardedDataParallel(DataParallel):
             _, shard_group = self._mesh_groups
         rank = dist.get_rank(shard_group.get())
         num_ranks = dist.get_world_size(shard_group.get())
-        self._used = UsedParameters(len(parameters), self._settings.device)
+        device = self._settings.device
+        steps_in_backward = self._step_mode == "in_backward"
+        used = UsedParameters(len(parameters), device)
         self._buckets = []
         for number, plan in enumerate(plans):
             flat = FlatParameters(
@@ -215,26 +215,28 @@ class ShardedDataParallel(DataParallel):
                 partition=Partition.ELEMENTS,
                 master_dtype=self._master_dtype,
             )
+            # One that steps on arrival has to know at once which of its parameters have gradients.
+            has_own_counts = steps_in_backward
             self._buckets.append(
                 ShardedBucket(
                     plan,
                     flat,
-                    self._used,
+                    UsedParameters(len(plan.slots), device) if has_own_counts else used,
+                    range(len(plan.slots)) if has_own_counts else [s.tensor for s in plan.slots],
                     message_dtype=self._message_dtype(plan.dtype),
                     shard_group=shard_group.get,
                     when_landed=_weakly(self._land),
-                    is_last=number == len(plans) - 1,
+                    sends_counts=has_own_counts or number == len(plans) - 1,
                 )
             )
-        steps_in_backward = self._step_mode == "in_backward"
         parameter_group = shard_group
-        if steps_in_backward and not sends_directly(shard_group.get(), self._settings.device):
-            parameter_group = _copy_of(shard_group, self._settings.device)
+        if steps_in_backward and not sends_directly(shard_group.get(), device):
+            parameter_group = _copy_of(shard_group, device)
         self._shared = ShardedParameters(
             # Backward reaches the last layers first, forward the first.
             [bucket.flat for bucket in reversed(self._buckets)],
             parameter_group,
-            self._used,
+            used,
             steps_in_backward=steps_in_backward,
         )
         return self._buckets
@@ -294,12 +296,8 @@ class ShardedDataParallel(DataParallel):
 
     def _give_gradients(self, bucket: ShardedBucket) -> None:
         bucket.give_gradients()
-        if not self._shared.steps_in_backward:
-            return
-        # Behind one that has to wait, all others wait: every rank must send in the same order.
-        if self._delayed or bucket.flat.undecided:
-            self._delayed.append(bucket)
-        else:
+        if self._shared.steps_in_backward:
+            bucket.used.decide_gradients([bucket.flat])
             self._shared.step_flat(bucket.flat)
 
     def _settle(self) -> None:
@@ -313,11 +311,6 @@ class ShardedDataParallel(DataParallel):
                 bucket.flat.gradient.add_(total)
             self._give_gradients(bucket)
         self._landed.clear()
-        if self._delayed:
-            self._shared.decide_gradients()
-            for bucket in self._delayed:
-                self._shared.step_flat(bucket.flat)
-            self._delayed.clear()
 
 
 def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:

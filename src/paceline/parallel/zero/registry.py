@@ -82,15 +82,7 @@ class ShardedParameters:
 
     def decide_gradients(self) -> None:
         """Gives a gradient to shards that only other ranks had one for; if any, asks the device."""
-        undecided = [item for flat in self.flats for item in flat.undecided.items()]
-        if undecided:
-            answers = self._used.had_gradients([place for _, (place, _) in undecided])
-            for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
-                if had_one:
-                    shard.tensor.grad = total
-        for flat in self.flats:
-            flat.undecided.clear()
-        self._used.forget()
+        self._used.decide_gradients(self.flats)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all shards."""

@@ -1,8 +1,9 @@
 """Which parameters any rank had a gradient for.
 
-Ranks tell each other in one small message per backward pass, sent behind the last bucket. Most
-never look at it: only where this rank itself had no gradient is there anything to find out, and
-that is asked once per optimizer step, however many passes there were. Asking waits for the device.
+Ranks tell each other in one small message per backward pass, sent behind the last bucket; in one
+per bucket where buckets step in backward. Most never look at it: only where this rank itself had no
+gradient is there anything to find out, and that is asked once per optimizer step, however many
+passes there were. Asking waits for the device.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.zero.flat_parameters import FlatParameters
 
 
 class UsedParameters:
@@ -42,7 +44,19 @@ class UsedParameters:
         pending = Pending("count of gradients", counts.nbytes, [work], self._device)
         self._passes.append((counts, pending))
 
-    def had_gradients(self, parameters: Sequence[int]) -> list[bool]:
+    def decide_gradients(self, flats: Sequence[FlatParameters]) -> None:
+        """Gives a gradient to shards that only other ranks had one for; if any, asks the device."""
+        undecided = [item for flat in flats for item in flat.undecided.items()]
+        if undecided:
+            answers = self._had_gradients([place for _, (place, _) in undecided])
+            for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
+                if had_one:
+                    shard.tensor.grad = total
+        for flat in flats:
+            flat.undecided.clear()
+        self.forget()
+
+    def _had_gradients(self, parameters: Sequence[int]) -> list[bool]:
         """Returns whether any rank had a gradient for each of these in any pass that is kept."""
         counts = []
         for of_pass, pending in self._passes:
