@@ -158,9 +158,13 @@ def _checkpoint_plan(model: nn.Module) -> Any:
     return planner.create_local_plan()
 
 
+def _fully_sharded(model: nn.Module) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, initialize=lambda _module: None)  # Any values will do.
+
+
 def _fully_sharded_checkpoint_plan(model: nn.Module) -> Any:
     """Plans what a rank of a fully sharded container writes."""
-    sharded = FullyShardedDataParallel(model)
+    sharded = _fully_sharded(model)
     planner = DefaultSavePlanner()
     planner.set_up_planner(sharded.state_dict(), None, False)
     return planner.create_local_plan()
@@ -202,7 +206,7 @@ SUBJECTS: dict[str, Callable[[nn.Module], Any]] = {
     "sharded_per_bucket": _with_optimizer(
         lambda model: ShardedDataParallel(model, step_mode="in_backward")
     ),
-    "fully_sharded": FullyShardedDataParallel,
+    "fully_sharded": _fully_sharded,
     "checkpoint plan of sharded": _checkpoint_plan,
     "checkpoint plan of fully_sharded": _fully_sharded_checkpoint_plan,
     "messages of a bucket": _messages,

@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from paceline.core.units import MIB
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, require_lab, run
 
 SMALL = [
@@ -40,7 +41,8 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
     num_parameters = measured[2].metrics["num_messages"].value
     assert all(torch_ddp <= own <= torch_ddp + 4 * num_parameters for own in others)
     peaks = [record.metrics["peak_before_optimizer_bytes"].value for record in measured]
-    assert max(peaks[2:]) <= peaks[0] + 4 * num_parameters
+    # Gradients move into buckets in groups of up to 1 MiB, and exist twice until then.
+    assert max(peaks[2:]) <= peaks[0] + 4 * num_parameters + MIB
     predicted = by_kind(records, "prediction")
     assert len(predicted) > 10
     assert measured[-1].metrics["chosen_bucket_size_mb"].value in {
