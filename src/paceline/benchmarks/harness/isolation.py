@@ -117,6 +117,7 @@ def _child_main(
         message = ("ok", function(argument, report_progress), None)
     except BaseException as error:
         message = _failure(error)
+    sys.stdout.flush()  # Whoever has the result may end this process at once.
     connection.send(("end", *message))
     connection.close()
 
