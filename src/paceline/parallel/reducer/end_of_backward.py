@@ -30,9 +30,7 @@ class Participant(Protocol):
 _numbers = itertools.count()
 _participants: dict[int, list["weakref.ref[Participant]"]] = {}
 """Who takes part in a pass, by the autograd engine's number for it."""
-_awaiting: dict[int, int] = {}
-"""The ranks of those whose backward is expected, by their numbers. Not the participants themselves:
-when one that was dropped is freed differs by rank, and what ranks decide must not."""
+_awaiting: "weakref.WeakSet[Participant]" = weakref.WeakSet()
 
 
 def next_number() -> int:
@@ -61,12 +59,12 @@ def leave(participant: Participant, task: int) -> None:
         task: The autograd engine's number for the pass.
     """
     _participants.pop(task, None)
-    expect_no_backward(participant)
+    _awaiting.discard(participant)
 
 
 def expect_backward(participant: Participant) -> None:
     """Notes that a forward pass has run whose backward is to be averaged."""
-    _awaiting[participant.made] = participant.rank
+    _awaiting.add(participant)
 
 
 def is_alone(participant: Participant) -> bool:
@@ -75,15 +73,7 @@ def is_alone(participant: Participant) -> bool:
     Ranks that reach two containers in different orders would each wait for what the other one
     sends later.
     """
-    return all(
-        made == participant.made or rank != participant.rank
-        for made, rank in list(_awaiting.items())
-    )
-
-
-def expect_no_backward(participant: Participant) -> None:
-    """Notes that a backward pass is over, or will not come."""
-    _awaiting.pop(participant.made, None)
+    return all(other is participant or other.rank != participant.rank for other in list(_awaiting))
 
 
 def _finish(task: int) -> None:
@@ -93,3 +83,4 @@ def _finish(task: int) -> None:
         participant.send_rest()
     for participant in ordered:
         participant.receive_rest()
+        _awaiting.discard(participant)

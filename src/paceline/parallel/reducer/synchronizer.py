@@ -118,7 +118,6 @@ class GradientSynchronizer:
     def close(self) -> None:
         """Lets go of the parameters; their gradients stay as they are."""
         self._remove_hooks()
-        end_of_backward.expect_no_backward(self)
         release(self._parameters)
 
     @property
@@ -198,7 +197,6 @@ class GradientSynchronizer:
         run = self._run
         if run is None or run.weight is None:
             self._run = None
-            end_of_backward.expect_no_backward(self)
             return
         if run.times is not None:
             run.times.backward_over = now(self._settings.device)
@@ -218,7 +216,6 @@ class GradientSynchronizer:
         self._last_run = run
         self.after_run()
         self._run = None
-        end_of_backward.expect_no_backward(self)
         self._sync_state.forward_is_pending = False
         if self._is_early:
             self._overlap_monitor.look_at_arrivals(self._names, self.arrived)
