@@ -5,6 +5,7 @@ the same calls can be seen, and are refused here.
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -103,6 +104,7 @@ class _OnlyWaited:
 
 def _live_messages(rank: int, _world_size: int, container: str) -> int:
     """Returns how many messages were alive at most when another one was started."""
+    gc.collect()  # A container that was dropped awaits its backward until it is freed.
     ours = _WRAPPERS[container](Layered())
     bucket_class = ShardedBucket if container.startswith("sharded") else Bucket
     original = bucket_class.start
