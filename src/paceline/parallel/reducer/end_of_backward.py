@@ -83,4 +83,8 @@ def _finish(task: int) -> None:
         participant.send_rest()
     for participant in ordered:
         participant.receive_rest()
-        _awaiting.discard(participant)
+    # Whoever took no part, such as a container whose forward broke off, is not waited for any more.
+    ranks = {participant.rank for participant in ordered}
+    for other in list(_awaiting):
+        if other.rank in ranks:
+            _awaiting.discard(other)
