@@ -55,9 +55,7 @@ def _measure(
         stepper.zero_grad()
         samples.append(time.thread_time() - began)
     if isinstance(model, ShardedDataParallel):
-        stats = model.synchronization_stats()
-        assert stats is not None
-        num_buckets = len(stats.buckets)
+        num_buckets = len(model.message_bytes())
     return {
         "step_ms": 1e3 * statistics.median(samples[steps // 4 :]),
         "num_buckets": num_buckets,
