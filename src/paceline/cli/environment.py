@@ -52,7 +52,7 @@ def _self_test(backend: str) -> "Metric":
 
     say(
         f"paceline: starting {_SELF_TEST_RANKS} ranks that all-reduce 1 MiB over {backend}; "
-        "each loads torch first, which takes up to half a minute"
+        "torch is loaded first, which takes up to half a minute"
     )
     times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)
     return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])

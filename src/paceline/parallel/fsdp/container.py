@@ -53,7 +53,7 @@ from paceline.parallel.reducer.backward_pass import (
     SynchronizationStats,
     current_pass,
 )
-from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter
+from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import require_supported, resolve_group
 from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
@@ -127,7 +127,7 @@ class FullyShardedDataParallel(DataParallelContainer):
         require_same_model(module, f"{dtypes}, prefetch {prefetch}", group, own_device)
         if not on_meta:
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
-        self._traffic = Traffic(own_device)
+        self._traffic = Traffic(own_device, self._sync_state)
         self._layers, users = shard_module(
             module,
             LayerSettings(
@@ -197,25 +197,8 @@ class FullyShardedDataParallel(DataParallelContainer):
         """
         return self._traffic.stats()
 
-    def explain_unused(self) -> list[UnusedParameter]:
-        """Names the parameters without a gradient in the last synchronised pass, and the ranks.
-
-        All ranks must call it.
-        """
-        arrived = self._schedule.arrived
-        missing = torch.tensor(
-            [not yes for yes in arrived.values()], dtype=torch.uint8, device=self._device
-        )
-        gathered = [
-            torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
-        ]
-        dist.all_gather(gathered, missing, group=self.process_group)
-        by_parameter = torch.stack(gathered).T.tolist()
-        return [
-            UnusedParameter(name=name, ranks=tuple(rank for rank, no in enumerate(ranks) if no))
-            for name, ranks in zip(arrived, by_parameter, strict=True)
-            if any(ranks)
-        ]
+    def _arrived(self) -> dict[str, bool]:
+        return self._schedule.arrived
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state as plain full tensors, by its names; all ranks call it."""

@@ -20,6 +20,7 @@ from paceline.parallel.fsdp.parameter import LayerParameter
 from paceline.parallel.fsdp.sharding import Sharding
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.ranks.pending import Pending
+from paceline.parallel.ranks.rank_weight import RankWeight
 from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
 
 
@@ -90,12 +91,11 @@ class GradientMessage:
         present.add(position)
 
     @torch.no_grad()
-    def send(self, weight: Tensor | None, *, is_weightless: bool) -> None:
+    def send(self, weight: RankWeight | None) -> None:
         """Sends each rank its rows of the gradients, with zeros for what is missing.
 
         Args:
-            weight: The factor of this rank's gradients in the average; None if all count alike.
-            is_weightless: Whether this rank's weight is zero: what it has may not be finite.
+            weight: What this rank's gradients count for in the average; None if all count alike.
         """
         message = self._open
         if message is None:
@@ -111,10 +111,7 @@ class GradientMessage:
                 message[:, piece.offset : piece.offset + piece.num_elements].zero_()
                 message[:, length + position].zero_()
         if weight is not None:
-            gradients = message[:, :length]
-            if is_weightless:
-                gradients.masked_fill_(weight == 0, 0)
-            gradients.mul_(weight)
+            weight.scale([message[:, :length]])
         self.arrived |= present
         self._open = self._kept = None
         self._in_open, self._in_kept = set(), set()

@@ -62,7 +62,7 @@ def initialize_layers(
     homes = {p: (layer, index) for layer in layers for index, p in enumerate(layer.parameters)}
     called: set[nn.Module] = set()
     for user in users:
-        values = dict(_full_values(user, homes))
+        values = dict(_full_values(user))
         for owner, name, parameter in user.places:
             setattr(owner, name, values[parameter])
         for part in user.scope:
@@ -82,9 +82,7 @@ def initialize_layers(
             initialize(part)
 
 
-def _full_values(
-    user: LayerUser, homes: dict[LayerParameter, tuple[ShardedLayer, int]]
-) -> Iterator[tuple[LayerParameter, Tensor]]:
+def _full_values(user: LayerUser) -> Iterator[tuple[LayerParameter, Tensor]]:
     for _, _, parameter in user.places:
         like = parameter.full
         full = torch.empty(like.shape, dtype=parameter.local.dtype, device=like.device)

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from paceline.parallel.fsdp.layer import ShardedLayer
 from paceline.parallel.fsdp.layers import LayerUser
+from paceline.parallel.ranks.rank_weight import RankWeight
 from paceline.parallel.reducer.ownership import SynchronizationError
 
 
@@ -62,8 +62,8 @@ class BackwardPass:
     """Whether these are averaged when it ends, and do not stay on this rank."""
     keeps_graph: bool
     """Whether a later pass goes through its own operations, which need the full parameters too."""
-    weight: Tensor | None = None
-    is_weightless: bool = False
+    weight: RankWeight | None = None
+    """What this rank's gradients count for; None if all ranks count alike."""
     forward: ForwardPass = dataclasses.field(default_factory=ForwardPass)
     follows: bool = False
     """Whether it has met a forward pass."""

@@ -69,6 +69,8 @@ class Schedule:
         self._forward = ForwardPass()
         self._known = ForwardPass()
         """The last complete forward pass."""
+        self._is_as_known = True
+        """Whether what has started in this pass is how the last one began."""
         self._in_forward = False
         self._backward: BackwardPass | None = None
         self._kept_for_graph = False
@@ -96,6 +98,7 @@ class Schedule:
         self._traffic.begin_forward()
         self._sync_state.forward_synchronizes = self._sync_state.synchronize
         self._forward = ForwardPass(synchronizes=self._sync_state.synchronize)
+        self._is_as_known = True
         self._in_forward = True
 
     def end_forward(self) -> None:
@@ -130,7 +133,10 @@ class Schedule:
     def before_forward(self, user: LayerUser) -> None:
         """Gathers what a module needs, and starts what is needed next."""
         if current_pass() == OUTSIDE_BACKWARD:
-            self._forward.started.append(user)
+            started, known = self._forward.started, self._known.started
+            place = len(started)
+            self._is_as_known &= place < len(known) and known[place] is user
+            started.append(user)
         else:  # A checkpoint computes a forward pass a second time.
             recomputed = self._begin_backward(None).recomputed
             recomputed.update(dict.fromkeys(user.layers))
@@ -186,10 +192,10 @@ class Schedule:
 
     def _next_layers(self) -> list[ShardedLayer]:
         """Returns what the modules need that run next, if this pass goes like the one before."""
-        so_far, known = self._forward.started, self._known.started
-        if current_pass() != OUTSIDE_BACKWARD or known[: len(so_far)] != so_far:
+        if current_pass() != OUTSIDE_BACKWARD or not self._is_as_known:
             return []
-        following = known[len(so_far) : len(so_far) + self._layers_ahead]
+        place = len(self._forward.started)
+        following = self._known.started[place : place + self._layers_ahead]
         return [layer for user in following for layer in user.layers]
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
@@ -213,7 +219,8 @@ class Schedule:
             )
             if completes and self._backward.averages:
                 self._traffic.begin_backward()
-                self._take_weight(self._backward)
+                num_ranks = self._layers[0].sharding.num_ranks
+                self._backward.weight = self._sync_state.take_weight(num_ranks)
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -227,17 +234,6 @@ class Schedule:
             )
         except RuntimeError:  # torch.autograd.grad, for full parameters
             return False
-
-    def _take_weight(self, backward: BackwardPass) -> None:
-        """Computes this rank's factor in the average, on the device."""
-        pending, self._sync_state.pending_weight = self._sync_state.pending_weight, None
-        if pending is None:
-            return
-        own, total, work = pending
-        work.wait()
-        num_ranks = self._layers[0].sharding.num_ranks
-        backward.weight = torch.where(total > 0, own / total, 1 / num_ranks)
-        backward.is_weightless = own == 0
 
     def _before_backward(self, forward: ForwardPass, place: int) -> None:
         """Gathers what the backward of a use needs, after all that is due before it."""
@@ -269,7 +265,7 @@ class Schedule:
         """Sends a layer's gradients, and receives those of the layer before it."""
         if not (backward.completes and backward.averages and layer.is_trained):
             return
-        layer.gradients.send(backward.weight, is_weightless=backward.is_weightless)
+        layer.gradients.send(backward.weight)
         backward.in_flight.append(layer)
         while len(backward.in_flight) > 1:
             backward.in_flight.popleft().gradients.receive()

@@ -10,6 +10,7 @@ from paceline.kernels.named_range import named_range
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.reducer.backward_pass import BucketStats, SynchronizationStats
+from paceline.parallel.reducer.settings import SyncState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -23,15 +24,16 @@ class _Message:
 class Traffic:
     """Messages of gradients, and waits for these and for parameters.
 
-    On a GPU times need events, which are recorded only once somebody has asked for them.
+    On a GPU times need events, which are recorded only if somebody has asked for statistics.
 
     Args:
         device: Whose time counts.
+        sync_state: Whether somebody has.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sync_state: SyncState) -> None:
         self._device = device
-        self._keeps_time = device.type != "cuda"
+        self._sync_state = sync_state
         self._started: Moment = math.nan
         self._over: Moment = math.nan
         self._messages: list[_Message] = []
@@ -82,7 +84,8 @@ class Traffic:
             self._messages[message].finished = after
 
     def _now(self) -> Moment:
-        return now(self._device) if self._keeps_time else math.nan
+        keeps_time = self._device.type != "cuda" or self._sync_state.records_statistics
+        return now(self._device) if keeps_time else math.nan
 
     @property
     def num_messages(self) -> int:
@@ -105,5 +108,4 @@ class Traffic:
                 backward_s=seconds_between(self._started, self._over),
                 exposed_wait_s=sum(seconds_between(*wait) for wait in self._waits),
             )
-        self._keeps_time = True
         return self._last

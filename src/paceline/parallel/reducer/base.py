@@ -31,7 +31,7 @@ from paceline.parallel.reducer.backward_pass import (
     SynchronizationStats,
     current_pass,
 )
-from paceline.parallel.reducer.contract import DataParallelContainer, UnusedParameter
+from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
 from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import (
@@ -146,28 +146,11 @@ class DataParallel(DataParallelContainer):
         """Returns the size of each message of gradients in the last synchronisation."""
         return [] if self._synchronizer is None else self._synchronizer.message_bytes()
 
-    def explain_unused(self) -> list[UnusedParameter]:
-        """Names the parameters without a gradient in the last synchronised pass, and the ranks.
-
-        All ranks must call it. With one rank nothing is synchronised, and nothing to name.
-        """
+    def _arrived(self) -> dict[str, bool]:
         if self._synchronizer is None:
-            return []
-        missing = torch.tensor(
-            [not arrived for arrived in self._synchronizer.arrived],
-            dtype=torch.uint8,
-            device=self._settings.device,
-        )
-        gathered = [
-            torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
-        ]
-        dist.all_gather(gathered, missing, group=self.process_group)
-        by_parameter = torch.stack(gathered).T.tolist()
-        return [
-            UnusedParameter(name=name, ranks=tuple(rank for rank, no in enumerate(ranks) if no))
-            for (name, _), ranks in zip(self._trained(), by_parameter, strict=True)
-            if any(ranks)
-        ]
+            return {}
+        names = (name for name, _ in self._trained())
+        return dict(zip(names, map(bool, self._synchronizer.arrived), strict=True))
 
     def _local_gradients(self) -> LocalGradients:
         gradients = [parameter.grad for parameter in self.module.parameters()]

@@ -153,9 +153,32 @@ class DataParallelContainer(nn.Module, abc.ABC):
         None before it, and where nobody has asked to `record_statistics` before.
         """
 
-    @abc.abstractmethod
     def explain_unused(self) -> list[UnusedParameter]:
-        """Names the parameters without a gradient in the last synchronised pass, and the ranks."""
+        """Names the parameters without a gradient in the last synchronised pass, and the ranks.
+
+        All ranks must call it. Where nothing was synchronised, as by one rank, there is nothing to
+        name.
+        """
+        arrived = self._arrived()
+        if not arrived:
+            return []
+        missing = torch.tensor(
+            [not yes for yes in arrived.values()], dtype=torch.uint8, device=self._device
+        )
+        gathered = [
+            torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
+        ]
+        dist.all_gather(gathered, missing, group=self.process_group)
+        by_parameter = torch.stack(gathered).T.tolist()
+        return [
+            UnusedParameter(name=name, ranks=tuple(rank for rank, no in enumerate(ranks) if no))
+            for name, ranks in zip(arrived, by_parameter, strict=True)
+            if any(ranks)
+        ]
+
+    @abc.abstractmethod
+    def _arrived(self) -> Mapping[str, bool]:
+        """Returns which trained parameters had a gradient in the last synchronised pass here."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state as plain full tensors, by its names; all ranks call it."""

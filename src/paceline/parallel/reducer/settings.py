@@ -38,10 +38,10 @@ class SyncState:
     records_statistics: bool = False
     """Whether the moments of a pass are kept: events on a GPU, looks at the clock on a CPU."""
 
-    def take_weight(self, num_ranks: int) -> RankWeight:
-        """Returns what this rank's gradients count for in the average, for one pass."""
+    def take_weight(self, num_ranks: int) -> RankWeight | None:
+        """Returns what this rank counts for in the average of one pass; None if all count alike."""
         if self.pending_weight is None:
-            return RankWeight(1 / num_ranks)
+            return None
         own, total, work = self.pending_weight
         self.pending_weight = None
         work.wait()

@@ -41,6 +41,7 @@ from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import GradientError
 from paceline.parallel.ranks.device_clock import now
 from paceline.parallel.ranks.pending import collective_error
+from paceline.parallel.ranks.rank_weight import RankWeight
 from paceline.parallel.reducer import end_of_backward
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
@@ -188,7 +189,8 @@ class GradientSynchronizer:
     def take_part(self, run: BackwardRun) -> None:
         """Averages a pass that has begun, whether it completes a gradient or not."""
         self.before_run()
-        run.weight = self._sync_state.take_weight(dist.get_world_size(self._settings.group))
+        num_ranks = dist.get_world_size(self._settings.group)
+        run.weight = self._sync_state.take_weight(num_ranks) or RankWeight(1 / num_ranks)
         self.arrived = bytearray(len(self._parameters))
 
     @torch.no_grad()

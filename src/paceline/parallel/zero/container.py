@@ -216,17 +216,16 @@ class ShardedDataParallel(DataParallel):
                 master_dtype=self._master_dtype,
             )
             # One that steps on arrival has to know at once which of its parameters have gradients.
-            has_own_counts = steps_in_backward
             self._buckets.append(
                 ShardedBucket(
                     plan,
                     flat,
-                    UsedParameters(len(plan.slots), device) if has_own_counts else used,
-                    range(len(plan.slots)) if has_own_counts else [s.tensor for s in plan.slots],
+                    UsedParameters(len(plan.slots), device) if steps_in_backward else used,
+                    range(len(plan.slots)) if steps_in_backward else [s.tensor for s in plan.slots],
                     message_dtype=self._message_dtype(plan.dtype),
                     shard_group=shard_group.get,
                     when_landed=_weakly(self._land),
-                    sends_counts=has_own_counts or number == len(plans) - 1,
+                    sends_counts=steps_in_backward or number == len(plans) - 1,
                 )
             )
         parameter_group = shard_group
