@@ -60,6 +60,7 @@ def test_benchmarks_print_iteration_and_communication_time(
     assert num_messages is None or int(alone[1]) == num_messages
 
 
+@pytest.mark.slow
 def test_sharding_prints_memory_at_three_instants_with_and_without() -> None:
     output = _run("sharding_optimizer.py", *SMALL, *FEW)
     assert re.search(r"^model: bytes-34M, 33,825,280 parameters, 2 ranks on cpu", output, re.M)
