@@ -82,7 +82,7 @@ def _verify_shard(
     digest = blake3.blake3()
     largest, num_open = -1, 0
     for start, part in _parts(storage, manifest, tokens, entry.num_tokens):
-        digest.update(part)
+        digest.update(memoryview(part))
         largest = max(largest, int(part.max()))
         inside = ends[(ends > start) & (ends <= start + len(part))] - start
         num_open += int(np.count_nonzero(part[inside - 1] != manifest.end_of_document))

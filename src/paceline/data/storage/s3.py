@@ -108,8 +108,7 @@ def _connect(url: str) -> "S3Store":
         ) from error
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     # Plain HTTP is for servers on one's own machine, which the endpoint says.
-    options = {"allow_http": True} if endpoint.startswith("http://") else {}
-    return S3Store.from_url(url, client_options=options)
+    return S3Store.from_url(url, client_options={"allow_http": endpoint.startswith("http://")})
 
 
 def _first_line(error: BaseException) -> str:
