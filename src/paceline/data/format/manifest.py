@@ -17,12 +17,13 @@ from paceline.data.storage import Storage
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-SPLITS = ("train", "heldout")
 SCHEMA = 1
 DEFAULT_SHARD_TOKENS = 2**26
 
 SplitName = Literal["train", "heldout"]
 TokenType = Literal["uint16", "uint32"]
+
+SPLITS: tuple[SplitName, ...] = ("train", "heldout")
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -108,7 +108,5 @@ def _parts(
         yield start, np.frombuffer(content, np.dtype(manifest.dtype).newbyteorder("<"))
 
 
-def _finding(
-    kind: str, storage: Storage, name: str, what: str, remedy: str = _REMEDY
-) -> Finding:
+def _finding(kind: str, storage: Storage, name: str, what: str, remedy: str = _REMEDY) -> Finding:
     return Finding(name=kind, message=f"{storage.url}/{name} {what}", remedy=remedy)

@@ -35,6 +35,12 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Removes an object; nothing happens if there is none."""
 
+    def clear(self, prefix: str) -> None:
+        """Removes everything below a prefix."""
+
+    def discard_unfinished(self) -> None:
+        """Removes what killed writers left half-written; nobody may be writing."""
+
 
 def open_storage(place: str | os.PathLike[str]) -> Storage:
     """Returns the storage at a directory or at ``s3://bucket/prefix``."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import shutil
 import tempfile
 
 from paceline.core.errors import DataError
@@ -79,3 +80,12 @@ class LocalStorage:
                 (self.directory / parent).rmdir()
             except OSError:
                 break
+
+    def clear(self, prefix: str) -> None:
+        """Removes a directory with all that is in it."""
+        shutil.rmtree(self.path(prefix), ignore_errors=True)
+
+    def discard_unfinished(self) -> None:
+        """Removes the siblings of files that never took their names."""
+        for path in self.directory.rglob(f"{_UNFINISHED}*"):
+            path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ Credentials, region and endpoint come from the usual variables: AWS_ACCESS_KEY_I
 AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL. An object of S3 appears whole or not at all.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.2
+_DELETED_TOGETHER = 1000
 
 _Result = TypeVar("_Result")
 
@@ -70,6 +72,18 @@ class S3Storage:
         import obstore
 
         self._retried(name, lambda: obstore.delete(self._store(), name))
+
+    def clear(self, prefix: str) -> None:
+        """Removes the objects below a prefix, many at a time."""
+        import obstore
+
+        names = list(self.sizes(prefix))
+        for start in range(0, len(names), _DELETED_TOGETHER):
+            chosen = names[start : start + _DELETED_TOGETHER]
+            self._retried(prefix, functools.partial(obstore.delete, self._store(), chosen))
+
+    def discard_unfinished(self) -> None:
+        """Does nothing: S3 shows no object before it is whole."""
 
     def __getstate__(self) -> dict[str, object]:
         return {"url": self.url, "_made": None}  # Workers make a client of their own.

@@ -1,0 +1,209 @@
+"""Tokenizers: any tokenizer.json of Hugging Face's `tokenizers`, or the bytes themselves.
+
+Invariants: a document becomes the same tokens in whatever batch it is encoded; text never becomes
+a special token, not even text that reads like one, so that the end-of-document token stands after
+documents and nowhere else. The byte vocabulary needs no training: a token's id is its byte, and
+255, which never occurs in UTF-8, ends a document.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import DataError, UsageError
+
+BYTES = "bytes"
+"""The name of the byte vocabulary, in place of a file's."""
+END_OF_DOCUMENT = "<|endoftext|>"
+"""The end-of-document token of tokenizers that are trained here."""
+
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_NUM_BYTES = 256
+_LAST_BYTE = 255
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Tokenizer:
+    """Turns documents into tokens and back.
+
+    Args:
+        json: The contents of a tokenizer.json.
+        end_of_document: The token that follows every document, by name or id; by default the one
+            of the well-known names that the tokenizer has.
+        where: What an error calls it.
+    """
+
+    def __init__(
+        self, json: str, end_of_document: str | int | None = None, where: str = "tokenizer.json"
+    ) -> None:
+        import tokenizers
+
+        self.json = json
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(json)
+        except Exception as error:  # The package raises nothing more special.
+            raise DataError(
+                f"{where}: not a tokenizer that the tokenizers package reads: {error}"
+            ) from error
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self._inner.encode_special_tokens = True
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.end_of_document = _find_end(vocabulary, end_of_document, where)
+        self._is_bytes = json == byte_tokenizer_json()
+
+    @functools.cached_property
+    def blake3(self) -> str:
+        """The digest of the tokenizer.json."""
+        return blake3.blake3(self.json.encode()).hexdigest()
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The type that its tokens are stored in."""
+        return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+        """Returns all documents' tokens one after another, each with its end, and their lengths."""
+        if self._is_bytes:
+            contents = [text.encode() for text in texts]
+            joined = b"\xff".join((*contents, b""))
+            lengths = np.fromiter(map(len, contents), np.int64, len(contents)) + 1
+            return np.frombuffer(joined, np.uint8).astype(self.dtype), lengths
+        ids: list[int] = []
+        lengths = np.empty(len(texts), np.int64)
+        num_before = 0
+        for number, encoding in enumerate(
+            self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        ):
+            ids += encoding.ids
+            ids.append(self.end_of_document)
+            lengths[number] = len(ids) - num_before
+            num_before = len(ids)
+        return np.array(ids, dtype=self.dtype), lengths
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns each document's tokens, without its end."""
+        tokens, lengths = self.encode_documents(texts)
+        ends = np.cumsum(lengths)
+        return [
+            tokens[end - length : end - 1].astype(np.uint32)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Returns the text of tokens; ends of documents are left out."""
+        text: str = self._inner.decode([int(each) for each in tokens], skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(place: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json, or the byte vocabulary for ``bytes``."""
+    if os.fspath(place) == BYTES:
+        return Tokenizer(byte_tokenizer_json(), end_of_document, BYTES)
+    path = pathlib.Path(place)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        json = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--tokenizer {place}: {error.strerror}; name a tokenizer.json, or {BYTES!r} for the "
+            "byte vocabulary; `paceline data tokenizer` trains one"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+    return Tokenizer(json, end_of_document, str(path))
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
+    """Trains byte-level BPE and returns its tokenizer.json.
+
+    Every text can be encoded, because all 256 bytes are in the vocabulary.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise UsageError(
+            f"--vocab-size {vocab_size}: byte-level BPE has {len(alphabet)} bytes and "
+            f"{END_OF_DOCUMENT} to begin with; ask for more than {len(alphabet)}"
+        )
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    trained.train_from_iterator(documents, trainer)
+    json: str = trained.to_str(pretty=True)
+    return json
+
+
+@functools.cache
+def byte_tokenizer_json() -> str:
+    """Returns the byte vocabulary as a tokenizer.json, for whoever has only that format."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    characters = _byte_characters()
+    vocabulary = {characters[byte]: byte for byte in range(_LAST_BYTE)}
+    vocabulary[END_OF_DOCUMENT] = _LAST_BYTE
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # Without its regular expression: where there are no merges, words do not matter.
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_DOCUMENT])
+    json: str = made.to_str(pretty=True)
+    return json
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps `tokenizers` to the thread that calls it: workers have a core each."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _byte_characters() -> list[str]:
+    """Returns the printable character that byte-level tokenizers write for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(_NUM_BYTES + number) for number, byte in enumerate(others)}
+    return [characters[byte] for byte in range(_NUM_BYTES)]
+
+
+def _find_end(vocabulary: dict[str, int], asked_for: str | int | None, where: str) -> int:
+    if isinstance(asked_for, int):
+        return asked_for
+    if asked_for is not None and asked_for not in vocabulary:
+        raise UsageError(f"--end-of-document {asked_for!r}: {where} has no such token")
+    for name in (asked_for,) if asked_for is not None else _KNOWN_ENDS:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise UsageError(
+        f"{where}: none of {', '.join(_KNOWN_ENDS)} is in its vocabulary; name the token that "
+        "ends a document with --end-of-document"
+    )
