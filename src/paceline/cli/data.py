@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from paceline.cli.output import (
+    Flat,
     OutputOptions,
     print_json,
     require_figure,
@@ -16,6 +17,7 @@ from paceline.cli.output import (
     transfer_progress,
 )
 from paceline.core.errors import UsageError
+from paceline.data.prepare.config import PrepareConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from paceline.data.format.manifest import Manifest
@@ -23,6 +25,74 @@ if TYPE_CHECKING:
 
 _Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
 _EXCERPT_TOKENS = 48
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerCommand:
+    """Train a byte-level BPE on the documents of some files."""
+
+    config: Flat[TokenizerConfig]
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Trains, writes tokenizer.json, prints its size."""
+        from paceline.data.prepare.train import train_tokenizer
+
+        with transfer_progress("reading") as progress:
+            tokenizer = train_tokenizer(self.config, progress)
+        if self.output.json:
+            print_json({"out": self.config.out, "vocab_size": tokenizer.vocab_size})
+        else:
+            sys.stdout.write(f"{self.config.out}: {tokenizer.vocab_size:,} tokens\n")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareCommand:
+    """Turn documents into shards of tokens; after a crash, run the same command again."""
+
+    config: Flat[PrepareConfig]
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Prepares, and prints what came of it."""
+        from paceline.data.prepare.run import prepare
+
+        with transfer_progress("preparing") as progress:
+            manifest = prepare(self.config, progress)
+        if self.output.json:
+            print_json(manifest_summary(manifest, self.config.out))
+        else:
+            _print_summary(manifest, self.config.out)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write a split in Megatron's format, PREFIX.bin and PREFIX.idx."""
+
+    place: _Place
+    """The prepared dataset."""
+    out: pathlib.Path
+    """PREFIX of the two files."""
+    split: Literal["train", "heldout"] = "train"
+    """Split to write."""
+    output: OutputOptions
+
+    def run(self) -> int:
+        """Writes the two files, and prints their names."""
+        from paceline.data.format.manifest import read_manifest
+        from paceline.data.megatron import write_megatron
+        from paceline.data.storage import open_storage
+
+        storage = open_storage(self.place)
+        write_megatron(storage, read_manifest(storage), self.split, self.out)
+        written = [f"{self.out}.bin", f"{self.out}.idx"]
+        if self.output.json:
+            print_json({"written": written})
+        else:
+            sys.stdout.writelines(f"{name}\n" for name in written)
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +178,15 @@ class DataCommand:
     """Training data: train a tokenizer, prepare shards of tokens, look at them."""
 
     task: (
-        Annotated[ShowCommand, tyro.conf.subcommand("show")]
+        Annotated[TokenizerCommand, tyro.conf.subcommand("tokenizer")]
+        | Annotated[PrepareCommand, tyro.conf.subcommand("prepare")]
+        | Annotated[ShowCommand, tyro.conf.subcommand("show")]
         | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
+        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     )
 
     def run(self) -> int:
-        """Trains, prepares, shows or verifies."""
+        """Does one of these."""
         return self.task.run()
 
 
