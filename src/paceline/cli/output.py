@@ -172,7 +172,7 @@ def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def transfer_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes done of all bytes, rate and time left, on a terminal; yields what to tell both."""
+    """Shows bytes done of all, rate and time left, on a terminal; yields what to tell both."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with _bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:

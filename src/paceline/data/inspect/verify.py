@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import blake3
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.finding import Finding
 from paceline.data.format.manifest import (
@@ -81,8 +80,10 @@ def _verify_shard(
         return
     digest = blake3.blake3()
     largest, num_open = -1, 0
-    for start, part in _parts(storage, manifest, tokens, entry.num_tokens):
-        digest.update(memoryview(part))
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    for start, content in _parts(storage, tokens, entry.num_tokens, dtype.itemsize):
+        digest.update(content)
+        part = np.frombuffer(content, dtype)
         largest = max(largest, int(part.max()))
         inside = ends[(ends > start) & (ends <= start + len(part))] - start
         num_open += int(np.count_nonzero(part[inside - 1] != manifest.end_of_document))
@@ -96,16 +97,12 @@ def _verify_shard(
         yield _finding("documents", storage, tokens, what)
 
 
-def _parts(
-    storage: Storage, manifest: Manifest, name: str, num_tokens: int
-) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
-    """Yields a shard's tokens in parts, each with the place of its first token."""
-    size = manifest.token_bytes
+def _parts(storage: Storage, name: str, num_tokens: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yields a shard's tokens, of `size` bytes each, in parts with the place of their first."""
     step = _PART_BYTES // size
     for start in range(0, num_tokens, step):
         end = min(start + step, num_tokens)
-        content = storage.read_range(name, start * size, end * size)
-        yield start, np.frombuffer(content, np.dtype(manifest.dtype).newbyteorder("<"))
+        yield start, storage.read_range(name, start * size, end * size)
 
 
 def _finding(kind: str, storage: Storage, name: str, what: str, remedy: str = _REMEDY) -> Finding:

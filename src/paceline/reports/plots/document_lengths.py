@@ -22,6 +22,7 @@ def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: i
     axes.set_xticks(list(places), [format_count(2**place) for place in places], rotation=45)
     axes.set_xlabel("tokens in the document, from this many to twice as many")
     axes.set_ylabel("documents")
+    axes.margins(y=0.12)  # Room for the label below.
     axes.set_title(
         f"{what}: {lengths.num_documents:,} documents, {lengths.num_tokens:,} tokens, "
         f"the longest {lengths.longest:,}",
@@ -29,11 +30,13 @@ def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: i
         color=GRAY,
     )
     if context_length < 2 ** len(lengths.counts):
-        place = context_length.bit_length() - 1 + (context_length / 2 ** (context_length.bit_length() - 1) - 1)
-        axes.axvline(place - 0.5, color=COLORS[1], linestyle="--")
+        # The left edge of a bar is its power of two.
+        exponent = context_length.bit_length() - 1
+        place = exponent + (context_length / 2**exponent - 1) - 0.5
+        axes.axvline(place, color=COLORS[1], linestyle="--")
         axes.annotate(
             f"context of {context_length:,}",
-            (place - 0.5, 1),
+            (place, 1),
             xycoords=("data", "axes fraction"),
             xytext=(4, -12),
             textcoords="offset points",
