@@ -31,8 +31,8 @@ def place(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_from_text_to_a_verified_dataset(place: pathlib.Path) -> None:
-    trained = ("data", "tokenizer", "corpus", "--vocab-size", "400", "--out", "tokenizer.json")
-    assert _paceline(*trained, cwd=place) == "tokenizer.json: 400 tokens\n"
+    trained = ("data", "tokenizer", "corpus", "--vocab-size", "300", "--out", "tokenizer.json")
+    assert _paceline(*trained, cwd=place) == "tokenizer.json: 300 tokens\n"
     prepared = ("data", "prepare", "corpus", "--tokenizer", "tokenizer.json", "--out", "tokens")
     options = ("--heldout", "0.2", "--shard-tokens", "1000", "--workers", "2")
     summary = json.loads(_paceline(*prepared, *options, "--json", cwd=place))

@@ -1,8 +1,8 @@
 """The manifest of a prepared dataset: what is in it, and how to know that it is intact.
 
 A split ("train", "heldout") is one stream of tokens, cut into shards of `shard_tokens` tokens each,
-the last one shorter. Token t is in shard t // shard_tokens, at t % shard_tokens: there is nothing to
-search. The entries of the shards, digests above all, stay undecoded until somebody verifies or
+the last one shorter. Token t is in shard t // shard_tokens, at t % shard_tokens: nothing has to be
+searched. The entries of the shards, digests above all, stay undecoded until somebody verifies or
 fetches a shard, so that a manifest of 10^5 shards opens in milliseconds.
 """
 
