@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import blake3
@@ -27,7 +28,20 @@ _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _NUM_BYTES = 256
 _LAST_BYTE = 255
 
+PART_CHARACTERS = 2**20
+"""Documents longer than this are encoded in parts."""
+_CUT_REGION = 2**13
+"""Characters that are searched for a place to cut, at a time."""
+_CUTS_PER_REGION = 4
+_MOST_FAILED_CUTS = 64
+"""Places after which a text is encoded whole."""
+_NEIGHBOURS = 64
+"""Characters to either side of a cut that are encoded to see whether it matters."""
+_WORD_END = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
+"""Between a word and the blank before the next, where all common tokenizers part words."""
+
 Tokens = npt.NDArray[np.uint32]
+_Encoded = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
 
 
 class Tokenizer:
@@ -70,26 +84,21 @@ class Tokenizer:
         """The type that its tokens are stored in."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
-    def encode_documents(
-        self, texts: Sequence[str]
-    ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+    def encode_documents(self, texts: Sequence[str]) -> _Encoded:
         """Returns all documents' tokens one after another, each with its end, and their lengths."""
         if self._is_bytes:
             contents = [text.encode() for text in texts]
             joined = b"\xff".join((*contents, b""))
             lengths = np.fromiter(map(len, contents), np.int64, len(contents)) + 1
             return np.frombuffer(joined, np.uint8).astype(self.dtype), lengths
-        ids: list[int] = []
-        lengths = np.empty(len(texts), np.int64)
-        num_before = 0
-        for number, encoding in enumerate(
-            self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        ):
-            ids += encoding.ids
-            ids.append(self.end_of_document)
-            lengths[number] = len(ids) - num_before
-            num_before = len(ids)
-        return np.array(ids, dtype=self.dtype), lengths
+        if max(map(len, texts), default=0) <= PART_CHARACTERS:
+            return self._encode_short(texts)
+        parts = [
+            (self._encode_short if len(text) <= PART_CHARACTERS else self._encode_long)([text])
+            for text in texts
+        ]
+        tokens, lengths = zip(*parts, strict=True)
+        return np.concatenate(tokens), np.concatenate(lengths)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns each document's tokens, without its end."""
@@ -104,6 +113,52 @@ class Tokenizer:
         """Returns the text of tokens; ends of documents are left out."""
         text: str = self._inner.decode([int(each) for each in tokens], skip_special_tokens=True)
         return text
+
+    def _encode_short(self, texts: Sequence[str]) -> _Encoded:
+        ids: list[int] = []
+        lengths = np.empty(len(texts), np.int64)
+        num_before = 0
+        for number, encoding in enumerate(
+            self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        ):
+            ids += encoding.ids
+            ids.append(self.end_of_document)
+            lengths[number] = len(ids) - num_before
+            num_before = len(ids)
+        return np.array(ids, dtype=self.dtype), lengths
+
+    def _encode_long(self, texts: Sequence[str]) -> _Encoded:
+        """Encodes one document in parts: as a whole it would take 150 times its size in memory."""
+        (text,) = texts
+        parts = [np.array(self._ids(part), self.dtype) for part in self._parts(text)]
+        tokens = np.concatenate([*parts, np.array([self.end_of_document], self.dtype)])
+        return tokens, np.array([len(tokens)])
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Cuts a text between words, where encoding the neighbourhood shows it not to matter."""
+        start = 0
+        num_failed = 0
+        first, end = PART_CHARACTERS - _CUT_REGION, PART_CHARACTERS
+        while end < len(text) and num_failed < _MOST_FAILED_CUTS:
+            places = [match.start() for match in _WORD_END.finditer(text, first, end)]
+            for place in places[: -_CUTS_PER_REGION - 1 : -1]:
+                if self._may_cut(text, place):
+                    yield text[start:place]
+                    start = place
+                    end = place + PART_CHARACTERS - _CUT_REGION  # Moved on below.
+                    break
+                num_failed += 1
+            first, end = end, end + _CUT_REGION
+        yield text[start:]
+
+    def _may_cut(self, text: str, place: int) -> bool:
+        before, after = text[place - _NEIGHBOURS : place], text[place : place + _NEIGHBOURS]
+        return self._ids(before + after) == self._ids(before) + self._ids(after)
+
+    def _ids(self, text: str) -> list[int]:
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
 
 
 def load_tokenizer(place: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:

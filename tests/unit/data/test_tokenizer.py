@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from paceline.core.errors import DataError, UsageError
+from paceline.data import tokenizer as tokenizer_module
 from paceline.data.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
@@ -60,6 +61,26 @@ def test_any_tokenizer_json_is_loaded_with_its_end(tmp_path: pathlib.Path, bpe: 
     assert load_tokenizer(path, "e").end_of_document != bpe.end_of_document
     with pytest.raises(UsageError, match="--end-of-document '<eod>'"):
         load_tokenizer(path, "<eod>")
+
+
+@pytest.mark.parametrize("prefix", ["never", "first", "always"])
+def test_a_long_document_is_encoded_as_if_it_were_whole(
+    prefix: str, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = bpe
+    if prefix != "never":
+        inner = tokenizers.Tokenizer.from_str(bpe.json)
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=prefix)
+        inner.model.unk_token = "a"
+        tokenizer = Tokenizer(inner.to_str())
+    texts = [" ".join(make_documents(40)), "short", "x" * 3000 + "\n\n" * 500, "a b " * 900]
+    whole = tokenizer.encode_documents(texts)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(tokenizer_module, "_CUT_REGION", 100)
+    parts = tokenizer.encode_documents(texts)
+    assert all(map(np.array_equal, parts, whole))
+    assert len(list(tokenizer._parts(texts[0]))) > (5 if prefix == "never" else 0)
+    assert "".join(tokenizer._parts(texts[0])) == texts[0]
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_off(bpe: Tokenizer) -> None:
