@@ -1,0 +1,1 @@
+"""Training: a run from a config to a model."""

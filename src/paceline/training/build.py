@@ -1,0 +1,45 @@
+"""From a config to a model that is ready to train: every technique, in the order it must have."""
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.core.strategies import StrategyName
+from paceline.models import TransformerLM
+from paceline.parallel import Session
+from paceline.parallel.strategies import apply_strategy
+from paceline.training.config import RunConfig
+from paceline.training.optimizers import make_optimizers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A model, what wraps it, and what trains it."""
+
+    module: TransformerLM
+    """The model itself."""
+    model: nn.Module
+    """The model as its strategy has wrapped it: what is called."""
+    optimizers: list[Optimizer]
+    strategy: StrategyName
+
+
+def build(config: RunConfig, session: Session) -> Trainee:
+    """Builds the model of a run on this rank."""
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    # 1. The same weights on every rank and for every number of ranks.
+    torch.manual_seed(config.training.seed)
+    module = TransformerLM(
+        config.model.shape, activation_checkpointing=config.model.activation_checkpointing
+    ).to(session.device)
+    # 2. Blocks are compiled before hooks come between them.
+    if config.model.compile_blocks:
+        module.compile_blocks()
+    # 3. The strategy takes the parameters; 4. optimizers take what it leaves of them.
+    strategy: StrategyName = config.parallel.strategy if session.world_size > 1 else "none"
+    model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
+    optimizers = make_optimizers(config.optimizer, strategy, model)
+    return Trainee(module=module, model=model, optimizers=optimizers, strategy=strategy)

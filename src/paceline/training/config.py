@@ -1,0 +1,272 @@
+"""What a training run is: one definition, from which TOML, flags and the template are made.
+
+Torch-free, because the command line parses with it. Every section is frozen, checks itself, and says
+under each field what it means: `paceline train init` prints these sentences as comments.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from paceline.core.errors import UsageError
+from paceline.core.presets import model_preset
+from paceline.core.specs import ModelShape, require_context
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    DEFAULT_BUCKET_SIZE_MB,
+    StrategyName,
+    find_strategy,
+)
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "wsd", "constant"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train."""
+
+    preset: str = "bytes-6M"
+    """A named shape; the fields below change it."""
+    vocab_size: int | None = None
+    """Rows of the embedding, at least those of the tokenizer."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    d_ff: int | None = None
+    """Width of the feed-forward layer."""
+    num_layers: int | None = None
+    """Number of blocks."""
+    num_heads: int | None = None
+    """Query heads per attention layer."""
+    num_kv_heads: int | None = None
+    """Key-value heads (grouped-query attention)."""
+    max_context_length: int | None = None
+    """Longest sequence that the model accepts."""
+    tied_embeddings: bool | None = None
+    """Whether the output layer reuses the embedding's weights."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each block's activations during backward instead of keeping them."""
+    compile_blocks: bool = False
+    """Compile every block on its own with torch.compile."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The preset with what was changed."""
+        names = {field.name for field in dataclasses.fields(ModelShape)}
+        changes = {
+            name: value
+            for name in names & {field.name for field in dataclasses.fields(self)}
+            if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(model_preset(self.preset), **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the model reads."""
+
+    sources: tuple[SourceConfig, ...]
+    """Prepared datasets, each with its weight in the mixture."""
+    context_length: int = 256
+    """Tokens of a sequence."""
+    window: int | None = None
+    """Samples that are shuffled among each other; the whole epoch unless given. For data in S3."""
+    cache_directory: str | None = None
+    """Where shards from S3 are kept."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UsageError("data.sources is empty; name what paceline data prepare has made")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How long to train, and what a step is."""
+
+    steps: int = 200
+    """Steps of the run, at which the schedule ends."""
+    batch_size: int = 16
+    """Sequences per step, over all ranks."""
+    micro_batch_size: int = 8
+    """Sequences that a rank computes at a time; the rest of its part is accumulated."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """dtype to compute in; bfloat16 is autocast over float32 weights."""
+    clip_norm: float = 1.0
+    """Norm of all gradients above which they are scaled down; 0 for no clipping."""
+    seed: int = 0
+    """Decides initial weights and the order of the data."""
+    deterministic: bool = False
+    """Refuse operations whose result varies from run to run."""
+
+    def __post_init__(self) -> None:
+        _require_positive("training", self, "steps", "batch_size", "micro_batch_size")
+        if not self.clip_norm >= 0:
+            raise UsageError(f"training.clip_norm {self.clip_norm} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What makes steps of gradients."""
+
+    name: OptimizerName = "adamw"
+    """adamw, or muon for the matrices of the blocks and adamw for the rest."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    muon_learning_rate: float = 0.02
+    """Peak learning rate of what Muon trains."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decay of matrices; vectors (norms, biases) have none."""
+
+    def __post_init__(self) -> None:
+        _require_positive("optimizer", self, "learning_rate", "muon_learning_rate", "epsilon")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"optimizer.{name} {getattr(self, name)} must be from 0 to below 1")
+        if not self.weight_decay >= 0:
+            raise UsageError(f"optimizer.weight_decay {self.weight_decay} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate from step to step."""
+
+    name: ScheduleName = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant."""
+    warmup_steps: int = 10
+    """Steps from zero to the peak."""
+    decay_fraction: float = 0.2
+    """Part of the run in which wsd falls to its end."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a part of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise UsageError(f"schedule.warmup_steps {self.warmup_steps} must not be negative")
+        for name in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"schedule.{name} {getattr(self, name)} must be from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks share the work."""
+
+    strategy: StrategyName = "bucketed"
+    """A strategy of paceline bench ddp; one rank needs none of them."""
+    bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
+    """Bucket size in MiB, for the strategies that have buckets."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one."""
+    timeout_s: float = 600.0
+    """Seconds after which a rank that does not answer ends the run."""
+
+    def __post_init__(self) -> None:
+        find_strategy(self.strategy)
+        _require_positive("parallel", self, "bucket_size_mb", "timeout_s")
+
+    def bucket_size_for(self, strategy: StrategyName) -> float | None:
+        """Returns the bucket size where the strategy has buckets."""
+        return self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept so that the run can go on after anything."""
+
+    every_steps: int = 100
+    """Steps between checkpoints; the last step makes one in any case."""
+    keep_last: int = 2
+    """Checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+
+    def __post_init__(self) -> None:
+        _require_positive("checkpoint", self, "every_steps", "keep_last")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """How well the model does on held-out text."""
+
+    every_steps: int = 100
+    """Steps between evaluations; the last step makes one in any case."""
+    sequences: int = 64
+    """Held-out sequences, the same ones every time; 0 for no evaluation."""
+    sample_prompt: str | None = None
+    """Text that the model continues after each evaluation."""
+    sample_tokens: int = 64
+    """Tokens of the continuation."""
+
+    def __post_init__(self) -> None:
+        _require_positive("evaluation", self, "every_steps", "sample_tokens")
+        if self.sequences < 0:
+            raise UsageError(f"evaluation.sequences {self.sequences} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What one sees of the run."""
+
+    every_steps: int = 10
+    """Steps between lines of a log; metrics.jsonl has every step."""
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Trackers that get the metrics, too."""
+
+    def __post_init__(self) -> None:
+        _require_positive("logging", self, "every_steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A training run."""
+
+    out: str
+    """Directory of the run: config, metrics, checkpoints."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig
+    training: StepConfig = dataclasses.field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        require_context(self.model.preset, self.model.shape, self.data.context_length)
+        if self.schedule.warmup_steps > self.training.steps:
+            raise UsageError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is more than training.steps "
+                f"{self.training.steps}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks train on in a step."""
+        return self.training.batch_size * self.data.context_length
+
+    def loader(self, split: Literal["train", "heldout"] = "train") -> LoaderConfig:
+        """Returns how batches of a split are read."""
+        return LoaderConfig(
+            sources=self.data.sources,
+            split=split,
+            context_length=self.data.context_length,
+            batch_size=self.training.batch_size,
+            seed=self.training.seed,
+            window=self.data.window if split == "train" else None,
+            cache_directory=self.data.cache_directory,
+        )
+
+
+def _require_positive(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"{section}.{name} {value} must be positive")

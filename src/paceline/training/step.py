@@ -1,0 +1,117 @@
+"""One training step: micro-batches, one average over ranks, one decision, one update.
+
+Phases on every rank:
+
+1. Its sequences of the global batch go through the model in micro-batches. Each loss is scaled so that
+   the ranks' average is the mean over all tokens of the batch, whoever has how many sequences.
+2. The last micro-batch has the gradients averaged; those before it only add to them.
+3. The norm of all gradients, which is the same number on all ranks, says whether they are finite:
+   either all ranks step or none does.
+4. The optimizers step.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.parallel.strategies import clip_grad_norm, without_synchronization
+from paceline.training.config import StepConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What all ranks know of a step."""
+
+    loss: float
+    """Mean over all tokens of the global batch, before the update."""
+    gradient_norm: float
+    """Of the averaged gradients, before clipping."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the parameters were updated."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+class TrainingStep:
+    """Runs steps of one model on this rank.
+
+    Args:
+        config: Micro-batches, precision, clipping.
+        model: Wrapped by a strategy.
+        optimizers: Of its parameters.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self,
+        config: StepConfig,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._optimizers = optimizers
+        self._device = device
+        self._num_steps = 0
+
+    def run(self, tokens: Tensor, targets: Tensor) -> StepResult:
+        """Trains on this rank's sequences of a global batch.
+
+        Args:
+            tokens: What the model reads.
+            targets: The token that follows each.
+        """
+        loss = self._forward_and_backward(tokens, targets)
+        # torch takes an infinite norm for "measure, do not clip".
+        norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
+        # The only look at the device in a step: both numbers at once.
+        dist.all_reduce(loss)
+        total, gradient_norm = torch.stack([loss, norm.to(loss)]).tolist()
+        result = StepResult(loss=total, gradient_norm=gradient_norm)
+        if result.is_finite:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._num_steps += 1
+        return result
+
+    def _forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Leaves averaged gradients; returns this rank's part of the batch's mean loss."""
+        world_size = dist.get_world_size()
+        batch_tokens = self._config.batch_size * tokens.shape[1]
+        micro = list(
+            zip(
+                tokens.split(self._config.micro_batch_size),
+                targets.split(self._config.micro_batch_size),
+                strict=True,
+            )
+        )
+        total = torch.zeros((), device=self._device)
+        for number, (inputs, expected) in enumerate(micro):
+            # torch's DDP learns its static graph in the first pass, which has to be averaged.
+            is_local = number < len(micro) - 1 and self._num_steps > 0
+            with without_synchronization(self._model) if is_local else contextlib.nullcontext():
+                with self._autocast():
+                    logits = self._model(inputs)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1).float(), expected.flatten(), reduction="sum"
+                )
+                # The average over ranks divides by their number.
+                (loss * (world_size / batch_tokens)).backward()
+            total += loss.detach()
+        return total / batch_tokens
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._config.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)

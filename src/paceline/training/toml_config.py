@@ -1,0 +1,167 @@
+"""Run configs as TOML: read, changed by ``--set``, written out, and a commented template.
+
+The dataclasses of `training.config` are the only definition. What they do not know is refused with
+the nearest name; comments of the template are the sentences under their fields.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import pathlib
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from paceline.core.errors import UsageError, did_you_mean
+from paceline.training.config import RunConfig
+
+_COMMENT_WIDTH = 96
+
+
+def read_config(path: pathlib.Path, changes: Sequence[str] = ()) -> RunConfig:
+    """Reads a config and applies changes such as ``training.steps=100``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; `paceline train init > {path}` makes one"
+        ) from error
+    return decode_config(text, changes, str(path))
+
+
+def decode_config(text: str, changes: Sequence[str] = (), where: str = "config") -> RunConfig:
+    """Decodes a config; every defect is an error that names the key."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where}: not TOML: {error}") from error
+    for change in changes:
+        _apply(raw, change)
+    _require_known(raw, RunConfig, where)
+    try:
+        return msgspec.convert(raw, RunConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def encode_config(config: RunConfig) -> str:
+    """Returns a config as TOML, with every value that counts."""
+    return "".join(_lines(config, has_comments=False))
+
+
+def config_template(config: RunConfig) -> str:
+    """Returns a config as TOML, with a comment on every key."""
+    return "".join(_lines(config, has_comments=True))
+
+
+def _apply(raw: dict[str, Any], change: str) -> None:
+    """Sets a key that is written as section.key=value, the value as TOML or as plain text."""
+    name, is_given, value = change.partition("=")
+    *sections, key = name.strip().split(".")
+    if not is_given or not key:
+        raise UsageError(f"--set {change!r}: write it like training.steps=100")
+    table = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"--set {change!r}: {section} is not a section")
+    try:
+        table[key] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[key] = value.strip()  # A word without quotes, as shells leave it.
+
+
+def _require_known(raw: Mapping[str, Any], config: type, where: str) -> None:
+    hints = typing.get_type_hints(config)
+    for key, value in raw.items():
+        if key not in hints:
+            hint = did_you_mean(key, hints)
+            raise UsageError(f"{where}: unknown key {key!r}; {hint}known: {', '.join(hints)}")
+        entries = value if isinstance(value, list) else [value]
+        for entry in entries:
+            if isinstance(entry, dict):
+                section = _section_type(hints[key])
+                if section is None:
+                    raise UsageError(f"{where}: {key} is a value, not a section")
+                _require_known(entry, section, f"{where}: {key}")
+
+
+def _section_type(hint: Any) -> type | None:
+    """Returns the dataclass that a field holds, by itself or in a tuple."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if dataclasses.is_dataclass(candidate) and isinstance(candidate, type):
+            return candidate
+    return None
+
+
+def _lines(config: Any, *, has_comments: bool, section: str = "") -> Iterator[str]:
+    fields = dataclasses.fields(config)
+    # Values before sections: in TOML a key belongs to the section above it.
+    nested = [field for field in fields if dataclasses.is_dataclass(getattr(config, field.name))]
+    for field in fields:
+        if field not in nested:
+            yield from _value_lines(config, field.name, has_comments=has_comments)
+    for field in nested:
+        name = f"{section}.{field.name}" if section else field.name
+        yield "\n"
+        if has_comments:
+            yield f"# {(type(getattr(config, field.name)).__doc__ or '').strip()}\n"
+        yield f"[{name}]\n"
+        yield from _lines(getattr(config, field.name), has_comments=has_comments, section=name)
+
+
+def _value_lines(config: Any, name: str, *, has_comments: bool) -> Iterator[str]:
+    value = getattr(config, name)
+    if has_comments:
+        comment = " ".join(_field_comments(type(config)).get(name, "").split())
+        choices = _choices(typing.get_type_hints(type(config))[name])
+        if choices and not all(choice in comment for choice in choices):
+            comment += f" One of: {', '.join(choices)}."
+        yield from (f"# {line}\n" for line in textwrap.wrap(comment, _COMMENT_WIDTH))
+    if value is None:
+        if has_comments:
+            yield f"# {name} =\n"
+        return
+    yield f"{name} = {_toml_value(value)}\n"
+
+
+def _toml_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = dataclasses.asdict(value).items()
+        return "{ " + ", ".join(f"{key} = {_toml_value(each)}" for key, each in items) + " }"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    # Numbers, booleans and strings are written alike in TOML and JSON.
+    return msgspec.json.encode(value).decode()
+
+
+def _choices(hint: Any) -> list[str]:
+    """Returns the values of a Literal, also of one that may be left out."""
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(value) for value in typing.get_args(hint)]
+    if isinstance(hint, types.UnionType):
+        return [choice for each in typing.get_args(hint) for choice in _choices(each)]
+    return []
+
+
+@functools.cache
+def _field_comments(config: type) -> dict[str, str]:
+    """Returns the sentence under each field of a dataclass, from its source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(definition, ast.ClassDef)
+    comments = {}
+    for field, following in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            comments[field.target.id] = str(following.value.value)
+    return comments
