@@ -1,0 +1,79 @@
+"""Loss on held-out text: the same sequences every time, shared by the ranks."""
+
+import contextlib
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.data.format.manifest import read_manifest
+from paceline.data.loader.config import LoaderConfig
+from paceline.data.loader.torch_batches import TorchLoader
+from paceline.data.storage import open_storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A model on held-out text."""
+
+    loss: float
+    """Mean cross-entropy per token, in nats."""
+    bits_per_byte: float
+    """The same per byte of text, which does not depend on the tokenizer."""
+
+
+class HeldOut:
+    """The held-out sequences of a run.
+
+    Args:
+        config: How they are read; its batch is all of them.
+        micro_batch_size: Sequences at a time.
+        device: Where the model computes.
+    """
+
+    def __init__(self, config: LoaderConfig, micro_batch_size: int, device: torch.device) -> None:
+        self._config = config
+        self._micro_batch_size = micro_batch_size
+        self._device = device
+        self._bytes_per_token = _bytes_per_token(config)
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, autocast: contextlib.AbstractContextManager[object]
+    ) -> Evaluation:
+        """Returns the loss; all ranks call it and get the same."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        with TorchLoader(
+            self._config, device=self._device, rank=rank, world_size=world_size
+        ) as loader:
+            batch = next(loader)
+        was_training = model.training
+        model.eval()
+        total = torch.zeros((), device=self._device)
+        size = self._micro_batch_size
+        for tokens, targets in zip(
+            batch.tokens.split(size), batch.targets.split(size), strict=True
+        ):
+            with autocast:
+                logits: Tensor = model(tokens)
+            total += F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+            )
+        model.train(was_training)
+        dist.all_reduce(total)
+        loss = total.item() / (self._config.batch_size * self._config.context_length)
+        return Evaluation(loss=loss, bits_per_byte=loss / math.log(2) / self._bytes_per_token)
+
+
+def _bytes_per_token(config: LoaderConfig) -> float:
+    """Returns the mean over the sources by weight, as their manifests know it."""
+    total = weights = 0.0
+    for source in config.sources:
+        manifest = read_manifest(open_storage(source.place))
+        num_tokens = sum(split.num_tokens for split in manifest.splits.values())
+        total += source.weight * manifest.num_source_bytes / num_tokens
+        weights += source.weight
+    return total / weights
