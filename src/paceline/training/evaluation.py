@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
+from paceline.training.micro_batches import micro_batches, num_passes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,14 @@ class HeldOut:
 
     @torch.no_grad()
     def evaluate(
-        self, model: nn.Module, autocast: contextlib.AbstractContextManager[object]
+        self, model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[object]]
     ) -> Evaluation:
-        """Returns the loss; all ranks call it and get the same."""
+        """Returns the loss; all ranks call it and get the same.
+
+        Args:
+            model: As it is trained.
+            autocast: What lowers the precision of a forward pass.
+        """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         with TorchLoader(
             self._config, device=self._device, rank=rank, world_size=world_size
@@ -53,19 +60,18 @@ class HeldOut:
         was_training = model.training
         model.eval()
         total = torch.zeros((), device=self._device)
-        size = self._micro_batch_size
-        for tokens, targets in zip(
-            batch.tokens.split(size), batch.targets.split(size), strict=True
-        ):
-            with autocast:
+        passes = num_passes(self._config.batch_size, world_size, self._micro_batch_size)
+        for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, passes):
+            with autocast():
                 logits: Tensor = model(tokens)
-            total += F.cross_entropy(
+            loss = F.cross_entropy(
                 logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
             )
+            total += loss * counts
         model.train(was_training)
         dist.all_reduce(total)
-        loss = total.item() / (self._config.batch_size * self._config.context_length)
-        return Evaluation(loss=loss, bits_per_byte=loss / math.log(2) / self._bytes_per_token)
+        mean = total.item() / (self._config.batch_size * self._config.context_length)
+        return Evaluation(loss=mean, bits_per_byte=mean / math.log(2) / self._bytes_per_token)
 
 
 def _bytes_per_token(config: LoaderConfig) -> float:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
+from paceline.training.micro_batches import micro_batches, num_passes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class StepResult:
     """Mean over all tokens of the global batch, before the update."""
     gradient_norm: float
     """Of the averaged gradients, before clipping."""
+    stop: bool
+    """Whether any rank was asked to stop."""
 
     @property
     def is_finite(self) -> bool:
@@ -63,20 +66,22 @@ class TrainingStep:
         self._device = device
         self._num_steps = 0
 
-    def run(self, tokens: Tensor, targets: Tensor) -> StepResult:
+    def run(self, tokens: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
         """Trains on this rank's sequences of a global batch.
 
         Args:
             tokens: What the model reads.
             targets: The token that follows each.
+            stop: Whether this rank was asked to stop; all ranks learn of it with the loss.
         """
         loss = self._forward_and_backward(tokens, targets)
         # torch takes an infinite norm for "measure, do not clip".
         norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
-        # The only look at the device in a step: both numbers at once.
-        dist.all_reduce(loss)
-        total, gradient_norm = torch.stack([loss, norm.to(loss)]).tolist()
-        result = StepResult(loss=total, gradient_norm=gradient_norm)
+        sums = torch.stack([loss, loss.new_tensor(float(stop))])
+        dist.all_reduce(sums)
+        # The only look at the device in a step.
+        total, num_stops, gradient_norm = torch.cat([sums, norm.to(loss).view(1)]).tolist()
+        result = StepResult(loss=total, gradient_norm=gradient_norm, stop=num_stops > 0)
         if result.is_finite:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -89,29 +94,26 @@ class TrainingStep:
         """Leaves averaged gradients; returns this rank's part of the batch's mean loss."""
         world_size = dist.get_world_size()
         batch_tokens = self._config.batch_size * tokens.shape[1]
-        micro = list(
-            zip(
-                tokens.split(self._config.micro_batch_size),
-                targets.split(self._config.micro_batch_size),
-                strict=True,
-            )
-        )
+        passes = num_passes(self._config.batch_size, world_size, self._config.micro_batch_size)
         total = torch.zeros((), device=self._device)
-        for number, (inputs, expected) in enumerate(micro):
+        for number, (inputs, expected, counts) in enumerate(
+            micro_batches(tokens, targets, passes), start=1
+        ):
             # torch's DDP learns its static graph in the first pass, which has to be averaged.
-            is_local = number < len(micro) - 1 and self._num_steps > 0
+            is_local = number < passes and self._num_steps > 0
             with without_synchronization(self._model) if is_local else contextlib.nullcontext():
-                with self._autocast():
+                with self.autocast():
                     logits = self._model(inputs)
                 loss = F.cross_entropy(
                     logits.flatten(0, 1).float(), expected.flatten(), reduction="sum"
                 )
                 # The average over ranks divides by their number.
-                (loss * (world_size / batch_tokens)).backward()
-            total += loss.detach()
+                (loss * (world_size * counts / batch_tokens)).backward()
+            total += loss.detach() * counts
         return total / batch_tokens
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Returns what lowers the precision of a forward pass."""
         if self._config.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
