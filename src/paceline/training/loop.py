@@ -1,0 +1,119 @@
+"""The training loop, top to bottom.
+
+    resume > for every step: batch > learning rate > forward, backward, average, update >
+    row of metrics > evaluation and checkpoint where they are due > agree on whether to go on
+
+Everything that ranks must agree on (loss, finite or not, stop or not) comes out of the step itself,
+so that no rank ever leaves the loop alone.
+"""
+
+import dataclasses
+import time
+from typing import Literal
+
+from paceline.core.errors import PacelineError
+from paceline.data.loader.torch_batches import TorchLoader
+from paceline.parallel import Session
+from paceline.training.build import Trainee
+from paceline.training.config import RunConfig
+from paceline.training.evaluation import HeldOut
+from paceline.training.metrics import EvaluationRow, EventRow, StepRow
+from paceline.training.observers import Observer
+from paceline.training.optimizers import set_learning_rate
+from paceline.training.run_state import RunStates
+from paceline.training.schedule import learning_rate_factor
+from paceline.training.signals import StopRequest
+from paceline.training.step import TrainingStep
+
+
+class DivergedError(PacelineError):
+    """Loss or gradients that are not finite; no rank has updated its parameters with them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """How a run ended."""
+
+    reason: Literal["finished", "stopped"]
+    step: int
+    """Steps that are done."""
+    loss: float
+    """Of the last step."""
+
+
+def train(
+    config: RunConfig, session: Session, trainee: Trainee, states: RunStates, observer: Observer
+) -> RunOutcome:
+    """Trains from where the run was left to its last step, or until it is asked to stop.
+
+    Args:
+        config: The run.
+        session: This rank among the others.
+        trainee: The model and its optimizers, as built.
+        states: Saves and restores all that a run consists of.
+        observer: Is told what happens.
+    """
+    num_steps = config.training.steps
+    runner = TrainingStep(config.training, trainee.model, trainee.optimizers, session.device)
+    held_out = HeldOut.of(config, session.device)
+    with (
+        StopRequest() as stop,
+        TorchLoader(
+            config.loader(),
+            device=session.device,
+            rank=session.rank,
+            world_size=session.world_size,
+        ) as loader,
+    ):
+        step = states.restore(trainee, loader)
+        observer.note(EventRow(step=step, name="started", message=_start(step, session)))
+        result = None
+        ended = time.perf_counter()
+        while step < num_steps:
+            began = time.perf_counter()
+            batch = next(loader)
+            received = time.perf_counter()
+            factor = learning_rate_factor(config.schedule, step, num_steps)
+            set_learning_rate(trainee.optimizers, factor)
+            result = runner.run(
+                batch.tokens, batch.targets, stop=stop.received is not None
+            )
+            if not result.is_finite:
+                raise DivergedError(
+                    f"step {step + 1}: the loss is {result.loss}, the norm of the gradients "
+                    f"{result.gradient_norm}; no rank has stepped. Go on from the last checkpoint "
+                    "with a lower optimizer.learning_rate or training.clip_norm"
+                )
+            step += 1
+            before, ended = ended, time.perf_counter()
+            observer.note(
+                StepRow(
+                    step=step,
+                    tokens=step * config.tokens_per_step,
+                    loss=result.loss,
+                    gradient_norm=result.gradient_norm,
+                    learning_rate=config.optimizer.learning_rate * factor,
+                    step_time_s=ended - before,
+                    data_wait_s=received - began,
+                )
+            )
+            is_last = step == num_steps or result.stop
+            if held_out is not None and (is_last or step % config.evaluation.every_steps == 0):
+                found = held_out.evaluate(trainee.model, runner.autocast)
+                observer.note(
+                    EvaluationRow(step=step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+                )
+            if is_last or step % config.checkpoint.every_steps == 0:
+                states.save(step, trainee, loader)
+                observer.note(EventRow(step=step, name="saved", message=f"step {step}"))
+            if is_last:
+                break
+        states.finish()
+    reason: Literal["finished", "stopped"] = "finished" if step == num_steps else "stopped"
+    observer.note(EventRow(step=step, name=reason, message=f"after step {step}"))
+    return RunOutcome(reason=reason, step=step, loss=result.loss if result else float("nan"))
+
+
+def _start(step: int, session: Session) -> str:
+    where = f"{session.world_size} ranks on {session.device.type}"
+    return f"from step {step}, {where}" if step else f"from the beginning, {where}"
