@@ -69,16 +69,46 @@ class RotaryPositions(nn.Module):
         return self
 
     def forward(
-        self, x: Float[Tensor, "batch heads sequence head_dim"]
+        self, x: Float[Tensor, "batch heads sequence head_dim"], start: int = 0
     ) -> Float[Tensor, "batch heads sequence head_dim"]:
-        """Rotates the two halves of each head against each other."""
-        length = x.shape[-2]
-        cosine, sine = self.cosine[:length], self.sine[:length]
+        """Rotates the two halves of each head against each other.
+
+        Args:
+            x: Queries or keys.
+            start: The position of the first of them.
+        """
+        end = start + x.shape[-2]
+        cosine, sine = self.cosine[start:end], self.sine[start:end]
         first, second = x.float().chunk(2, dim=-1)
         rotated = torch.cat(
             (first * cosine - second * sine, second * cosine + first * sine), dim=-1
         )
         return rotated.type_as(x)
+
+
+class LayerCache:
+    """Keys and values of one layer for the positions so far, in memory for all that may come.
+
+    Args:
+        max_length: Positions that there is room for.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.length = 0
+        self._max_length = max_length
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds positions; returns the keys and values of all so far."""
+        if self._kept is None:
+            room = (*key.shape[:-2], self._max_length, key.shape[-1])
+            self._kept = key.new_empty(room), value.new_empty(room)
+        end = self.length + key.shape[-2]
+        for kept, new in zip(self._kept, (key, value), strict=True):
+            kept[..., self.length : end, :] = new
+        self.length = end
+        keys, values = self._kept
+        return keys[..., :end, :], values[..., :end, :]
 
 
 class CausalSelfAttention(nn.Module):
@@ -94,13 +124,27 @@ class CausalSelfAttention(nn.Module):
         self.output = nn.Linear(shape.attention_width, shape.d_model, bias=False)
 
     def forward(
-        self, x: Float[Tensor, "batch sequence d_model"], positions: RotaryPositions
+        self,
+        x: Float[Tensor, "batch sequence d_model"],
+        positions: RotaryPositions,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "batch sequence d_model"]:
-        """Attends; `positions` is shared by all layers, so that its tables exist once."""
-        query = positions(self._split_heads(self.query(x)))
-        key = positions(self._split_heads(self.key(x)))
+        """Attends to what came before.
+
+        Args:
+            x: The sequence, or with a cache what continues it.
+            positions: Shared by all layers, so that its tables exist once.
+            cache: Keys and values of the sequence so far, to which those of `x` are added.
+        """
+        start = 0 if cache is None else cache.length
+        query = positions(self._split_heads(self.query(x)), start)
+        key = positions(self._split_heads(self.key(x)), start)
         value = self._split_heads(self.value(x))
-        mixed = attention(query, key, value, causal=True, implementation=self.implementation)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        # A single token that continues a sequence may look at all of it.
+        is_causal = query.shape[-2] > 1
+        mixed = attention(query, key, value, causal=is_causal, implementation=self.implementation)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 

@@ -8,6 +8,7 @@ sqrt(2 layers), the output layer so small that the first loss is close to log(vo
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
@@ -18,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import ShapeError
 from paceline.core.specs import AttentionImplementation, ModelShape, require_buildable
-from paceline.models.layers import CausalSelfAttention, RMSNorm, RotaryPositions, SwiGLU
+from paceline.models.layers import (
+    CausalSelfAttention,
+    LayerCache,
+    RMSNorm,
+    RotaryPositions,
+    SwiGLU,
+)
 
 
 class TransformerBlock(nn.Module):
@@ -32,10 +39,13 @@ class TransformerBlock(nn.Module):
         self.feed_forward = SwiGLU(shape.d_model, shape.d_ff)
 
     def forward(
-        self, x: Float[Tensor, "batch sequence d_model"], positions: RotaryPositions
+        self,
+        x: Float[Tensor, "batch sequence d_model"],
+        positions: RotaryPositions,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "batch sequence d_model"]:
         """Adds both sub-layers to the residual stream."""
-        x = x + self.attention(self.attention_norm(x), positions)
+        x = x + self.attention(self.attention_norm(x), positions, cache)
         return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
 
 
@@ -96,23 +106,28 @@ class TransformerLM(nn.Module):
         _initialize(self.head, scale=0.5)
 
     def forward(
-        self, tokens: Int[Tensor, "batch sequence"]
+        self, tokens: Int[Tensor, "batch sequence"], caches: Sequence[LayerCache] | None = None
     ) -> Float[Tensor, "batch sequence vocabulary"]:
         """Returns the logits of the next token at every position.
 
         Args:
             tokens: Numbers below the vocabulary's size.
+            caches: Of each block, what it has computed of the sequence so far; `tokens` continue it:
+                the whole beginning first, then one at a time.
         """
-        if tokens.shape[-1] > self.shape.max_context_length:
+        length = tokens.shape[-1] + (caches[0].length if caches else 0)
+        if length > self.shape.max_context_length:
             raise ShapeError(
-                f"a sequence of {tokens.shape[-1]} tokens is longer than the model's "
+                f"a sequence of {length} tokens is longer than the model's "
                 f"max_context_length {self.shape.max_context_length}"
             )
         x: Tensor = self.embedding(tokens)
         recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             if recompute:
                 x = checkpoint(block, x, self.positions, use_reentrant=False)
+            elif caches is not None:
+                x = block(x, self.positions, caches[number])
             else:
                 x = block(x, self.positions)
         logits: Tensor = self.head(self.final_norm(x))
