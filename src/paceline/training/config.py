@@ -104,6 +104,10 @@ class StepConfig:
         if not self.clip_norm >= 0:
             raise UsageError(f"training.clip_norm {self.clip_norm} must not be negative")
 
+    def num_passes(self, world_size: int) -> int:
+        """Returns in how many micro-batches every rank computes its part of a batch."""
+        return num_passes(self.batch_size, world_size, self.micro_batch_size)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -263,6 +267,12 @@ class RunConfig:
             window=self.data.window if split == "train" else None,
             cache_directory=self.data.cache_directory,
         )
+
+
+def num_passes(batch_size: int, world_size: int, micro_batch_size: int) -> int:
+    """Returns how many passes the rank with most sequences needs."""
+    largest_part = -(-batch_size // world_size)
+    return -(-largest_part // micro_batch_size)
 
 
 def _require_positive(section: str, owner: object, *names: str) -> None:

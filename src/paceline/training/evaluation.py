@@ -14,7 +14,8 @@ from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
-from paceline.training.micro_batches import micro_batches, num_passes
+from paceline.training.config import RunConfig, num_passes
+from paceline.training.micro_batches import micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,16 @@ class HeldOut:
         self._micro_batch_size = micro_batch_size
         self._device = device
         self._bytes_per_token = _bytes_per_token(config)
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device) -> "HeldOut | None":
+        """Returns the held-out sequences of a run; None if it evaluates nothing."""
+        if not config.evaluation.sequences:
+            return None
+        loader = dataclasses.replace(
+            config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
+        )
+        return cls(loader, config.training.micro_batch_size, device)
 
     @torch.no_grad()
     def evaluate(

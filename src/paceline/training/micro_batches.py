@@ -9,12 +9,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 
-def num_passes(batch_size: int, world_size: int, micro_batch_size: int) -> int:
-    """Returns how many passes the rank with most sequences needs."""
-    largest_part = -(-batch_size // world_size)
-    return -(-largest_part // micro_batch_size)
-
-
 def micro_batches(
     tokens: Tensor, targets: Tensor, passes: int
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
-from paceline.training.micro_batches import micro_batches, num_passes
+from paceline.training.micro_batches import micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class TrainingStep:
         """Leaves averaged gradients; returns this rank's part of the batch's mean loss."""
         world_size = dist.get_world_size()
         batch_tokens = self._config.batch_size * tokens.shape[1]
-        passes = num_passes(self._config.batch_size, world_size, self._config.micro_batch_size)
+        passes = self._config.num_passes(world_size)
         total = torch.zeros((), device=self._device)
         for number, (inputs, expected, counts) in enumerate(
             micro_batches(tokens, targets, passes), start=1

@@ -1,0 +1,117 @@
+"""What a run will take, before a rank is started: parameters, FLOPs, memory, time."""
+
+import dataclasses
+import pathlib
+
+from paceline.accounting.flops import flops_per_token
+from paceline.accounting.memory.step import MemoryParts, step_memory
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, precision_preset
+from paceline.core.strategies import StrategyName
+from paceline.core.units import format_binary_bytes
+from paceline.prediction.calibration_records import calibrations
+from paceline.prediction.step import strategy_step_terms
+from paceline.records import RecordStore
+from paceline.training.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is known of a run beforehand."""
+
+    num_parameters: int
+    num_steps: int
+    flops: float
+    """Of the whole run, in forward and backward."""
+    tokens: int
+    """That the run trains on."""
+    memory: MemoryParts
+    """At the peak of a step, on the rank that holds most."""
+    step_time_s: float | None
+    """Predicted from a calibration of the machine; None without one."""
+
+    @property
+    def duration_s(self) -> float | None:
+        """All steps together, evaluations and checkpoints apart."""
+        return None if self.step_time_s is None else self.step_time_s * self.num_steps
+
+
+def forecast(
+    config: RunConfig, world_size: int, calibration: pathlib.Path | None = None
+) -> Forecast:
+    """Predicts a run.
+
+    Args:
+        config: The run.
+        world_size: How many ranks there will be.
+        calibration: Records of ``paceline calibrate`` for as many ranks.
+    """
+    shape = config.model.shape
+    strategy: StrategyName = config.parallel.strategy if world_size > 1 else "none"
+    passes = config.training.num_passes(world_size)
+    own = -(-config.training.batch_size // world_size)
+    batch = BatchShape(
+        num_sequences=-(-own // passes), context_length=config.data.context_length
+    )
+    memory = step_memory(
+        shape,
+        batch,
+        precision_preset(config.training.precision),
+        strategy,
+        world_size,
+        activation_checkpointing=config.model.activation_checkpointing,
+        bucket_size_mb=config.parallel.bucket_size_mb,
+    )
+    tokens = config.tokens_per_step * config.training.steps
+    per_token = flops_per_token(
+        shape,
+        config.data.context_length,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )
+    return Forecast(
+        num_parameters=count_parameters(shape).total,
+        num_steps=config.training.steps,
+        flops=per_token.model * tokens,
+        tokens=tokens,
+        memory=memory["before_step"],
+        step_time_s=_step_time_s(config, batch, strategy, world_size, passes, calibration),
+    )
+
+
+def require_fit(predicted: Forecast, limit_bytes: int) -> None:
+    """Raises if the peak of a step is beyond what a device has."""
+    if predicted.memory.total > limit_bytes:
+        raise UsageError(
+            f"a step needs {format_binary_bytes(predicted.memory.total)}, of which activations "
+            f"{format_binary_bytes(predicted.memory.activations)}, and the device has "
+            f"{format_binary_bytes(limit_bytes)}; lower training.micro_batch_size, set "
+            "model.activation_checkpointing to full, or take parallel.strategy fully_sharded"
+        )
+
+
+def _step_time_s(
+    config: RunConfig,
+    batch: BatchShape,
+    strategy: StrategyName,
+    world_size: int,
+    passes: int,
+    calibration: pathlib.Path | None,
+) -> float | None:
+    if calibration is None:
+        return None
+    places = [
+        place
+        for place in calibrations(RecordStore(calibration).read())
+        if place.world_size == world_size
+    ]
+    if not places:
+        raise UsageError(
+            f"{calibration}: no calibration for {world_size} ranks in it; run paceline calibrate "
+            "where the run will be"
+        )
+    bucket_size = config.parallel.bucket_size_for(strategy)
+    terms = strategy_step_terms(config.model.shape, batch, strategy, places[-1], bucket_size)
+    # All passes but the last compute alone; only the last one communicates and updates.
+    alone = strategy_step_terms(config.model.shape, batch, "none", places[-1], None)
+    return terms.total_s + (passes - 1) * (alone.total_s - alone.optimizer_s)
