@@ -17,7 +17,7 @@ from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
-from paceline.training.metrics import EvaluationRow, EventRow, StepRow
+from paceline.training.metrics import STARTED, EvaluationRow, EventRow, StepRow
 from paceline.training.observers import Observer
 from paceline.training.optimizers import set_learning_rate
 from paceline.training.run_state import RunStates
@@ -66,7 +66,7 @@ def train(
         ) as loader,
     ):
         step = states.restore(trainee, loader)
-        observer.note(EventRow(step=step, name="started", message=_start(step, session)))
+        observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
         result = None
         ended = time.perf_counter()
         while step < num_steps:

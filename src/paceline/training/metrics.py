@@ -43,6 +43,9 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field
     message: str
 
 
+STARTED = "started"
+"""The event with which every attempt of a run begins."""
+
 MetricsRow = StepRow | EvaluationRow | EventRow
 
 _DECODER = msgspec.json.Decoder(MetricsRow)

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.core.units import format_decimal, format_seconds
-from paceline.training.metrics import EvaluationRow, EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.metrics import (
+    STARTED,
+    EvaluationRow,
+    EventRow,
+    MetricsFile,
+    MetricsRow,
+    StepRow,
+)
 
 
 class Observer(Protocol):
@@ -29,7 +36,9 @@ class FileObserver:
         self._metrics = metrics
 
     def note(self, row: MetricsRow) -> None:
-        """Writes a row."""
+        """Writes a row; a start forgets what came after the state that it goes on from."""
+        if isinstance(row, EventRow) and row.name == STARTED:
+            self._metrics.keep_up_to(row.step)
         self._metrics.append(row)
 
 

@@ -1,0 +1,120 @@
+"""``paceline train``: a run from a config to a model."""
+
+import dataclasses
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.benchmarks.harness.config import ModelName
+from paceline.cli.output import Flat, OutputOptions, print_json
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.training.config import RunConfig
+    from paceline.training.forecast import Forecast
+
+_TEMPLATE = "init"
+_STOPPED = 143
+"""Exit code of a run that was asked to stop and has saved its state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a model: run.toml says how. init prints such a file, to be redirected."""
+
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML|init")]
+    """The config of a run; a run that was interrupted goes on from its newest checkpoint."""
+    set: tuple[str, ...] = ()
+    """Changes to the config, such as training.steps=100."""
+    ranks: int | None = None
+    """Ranks to start on this host, where no launcher (torchrun, Slurm) has; one per GPU, or one."""
+    dry_run: bool = False
+    """Print the resolved config and what the run will take, and stop."""
+    calibration: pathlib.Path | None = None
+    """Records of paceline calibrate, from which --dry-run predicts the time of a step."""
+    model: ModelName = "bytes-6M"
+    """For init: the preset to write a config for."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError("--ranks must be at least 1")
+
+    def run(self) -> int:
+        """Trains, or says what training would take."""
+        if self.config == _TEMPLATE:
+            return self._print_template()
+        from paceline.training.toml_config import read_config
+
+        config = read_config(pathlib.Path(self.config), self.set)
+        if self.dry_run:
+            return self._print_forecast(config)
+        return self._train(config)
+
+    def _print_template(self) -> int:
+        from paceline.data.loader.config import SourceConfig
+        from paceline.training.config import DataConfig, ModelConfig, RunConfig
+        from paceline.training.toml_config import config_template
+
+        config = RunConfig(
+            out="run",
+            model=ModelConfig(preset=self.model),
+            data=DataConfig(sources=(SourceConfig(place="tokens"),)),
+        )
+        sys.stdout.write(config_template(config))
+        return 0
+
+    def _print_forecast(self, config: "RunConfig") -> int:
+        from paceline.training.forecast import forecast
+        from paceline.training.toml_config import encode_config
+
+        predicted = forecast(config, self.ranks or 1, self.calibration)
+        if self.output.json:
+            print_json({"config": config, "forecast": predicted})
+            return 0
+        sys.stdout.write(f"{encode_config(config)}\n{_forecast_text(predicted)}\n")
+        return 0
+
+    def _train(self, config: "RunConfig") -> int:
+        from paceline.parallel import distributed_session
+        from paceline.training.run import require_data, run
+
+        require_data(config)
+        with distributed_session(
+            ranks_per_host=self.ranks,
+            device=config.parallel.device,
+            timeout_s=config.parallel.timeout_s,
+        ) as session:
+            outcome = run(config, session)
+            if session.rank == 0:
+                if self.output.json:
+                    print_json(outcome)
+                else:
+                    sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
+                    sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
+        return 0 if outcome.reason == "finished" else _STOPPED
+
+
+def _forecast_text(predicted: "Forecast") -> str:
+    from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
+
+    memory = ", ".join(
+        f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
+        for name, num_bytes in dataclasses.asdict(predicted.memory).items()
+    )
+    lines = [
+        f"parameters  {predicted.num_parameters:,}",
+        f"tokens      {predicted.tokens:,}",
+        f"compute     {format_decimal(predicted.flops, 'FLOPs')}",
+        f"memory      {format_binary_bytes(predicted.memory.total)} at the peak: {memory}",
+    ]
+    if predicted.step_time_s is None or predicted.duration_s is None:
+        lines.append("time        not known: --calibration names records of paceline calibrate")
+    else:
+        lines.append(
+            f"time        {format_seconds(predicted.step_time_s)} per step, "
+            f"{format_seconds(predicted.duration_s)} in all"
+        )
+    return "\n".join(lines)
