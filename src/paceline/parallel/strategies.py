@@ -4,18 +4,19 @@ Benchmarks and the trainer take a strategy by name, so that each is compared wit
 under the same conditions.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 # Imported before there is a group: whatever group exists then becomes a default argument in it.
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,8 +29,10 @@ from paceline.parallel.ddp.containers import (
     OverlappedDataParallel,
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.module_checks import persistent_buffers
+from paceline.parallel.torch_fsdp2 import apply_fsdp2, traffic_of
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 
@@ -62,19 +65,57 @@ def apply_strategy(
 
 
 def make_optimizer(
-    name: StrategyName, model: nn.Module, optimizer_cls: type[Optimizer], **options: Any
+    name: StrategyName,
+    model: nn.Module,
+    optimizer_cls: type[Optimizer],
+    *,
+    groups: Sequence[dict[str, Any]] | None = None,
+    **options: Any,
 ) -> Optimizer:
-    """Makes the optimizer of a model that a strategy has wrapped."""
+    """Makes the optimizer of a model that a strategy has wrapped.
+
+    Args:
+        name: The strategy.
+        model: What it has wrapped.
+        optimizer_cls: An optimizer of torch.
+        groups: Groups of the model's parameters; one of all of them by default.
+        options: For the optimizer.
+    """
+    parameters = list(model.parameters()) if groups is None else list(groups)
     if name in ("torch_zero", "torch_zero_view") and dist.get_world_size() > 1:
         return ZeroRedundancyOptimizer(
-            model.parameters(),
+            parameters,
             optimizer_cls,
             parameters_as_bucket_view=name == "torch_zero_view",
             **options,
         )
     if name in _SHARD_THE_OPTIMIZER:
-        return ShardedOptimizer(model.parameters(), optimizer_cls, **options)
-    return optimizer_cls(model.parameters(), **options)
+        return ShardedOptimizer(parameters, optimizer_cls, **options)
+    return optimizer_cls(parameters, **options)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales gradients down to a norm, whoever has them; returns the norm that they had."""
+    if isinstance(model, DataParallelContainer):
+        return model.clip_grad_norm_(max_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@contextlib.contextmanager
+def without_synchronization(model: nn.Module) -> Iterator[None]:
+    """Lets backward passes add to the gradients of this rank, to be averaged by a later pass."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DataParallelContainer | DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
 
 
 def message_sizes(module: nn.Module) -> list[int]:
@@ -86,18 +127,31 @@ def message_sizes(module: nn.Module) -> list[int]:
         # Buckets are arranged anew after the first step; until then there are only the first ones.
         text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         return [int(size) for size in text.split(",")]
-    return []
+    return [] if (traffic := traffic_of(module)) is None else traffic.message_bytes()
 
 
-def _torch_fsdp2(module: nn.Module) -> nn.Module:
-    """Shards each block, and then what is left, as its documentation advises."""
-    device = next(module.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layers in [child for child in module.modules() if isinstance(child, nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+def record_statistics(module: nn.Module, enabled: bool = True) -> None:
+    """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+
+    Args:
+        module: What a strategy has wrapped.
+        enabled: Whether to keep them.
+    """
+    if isinstance(module, DataParallelContainer):
+        module.record_statistics(enabled)
+    elif (traffic := traffic_of(module)) is not None:
+        traffic.record_statistics(enabled)
+
+
+def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:
+    """Returns sizes and times of the last synchronisation of a wrapped module on this rank.
+
+    None before it, where nobody has asked to `record_statistics` before, and of torch's
+    DistributedDataParallel, which does not tell them.
+    """
+    if isinstance(module, DataParallelContainer):
+        return module.synchronization_stats()
+    return None if (traffic := traffic_of(module)) is None else traffic.stats()
 
 
 def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> nn.Module:
@@ -129,5 +183,5 @@ _WRAP: dict[StrategyName, Callable[..., nn.Module]] = {
     "sharded": ShardedDataParallel,
     "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
     "fully_sharded": FullyShardedDataParallel,
-    "torch_fsdp2": _torch_fsdp2,
+    "torch_fsdp2": apply_fsdp2,
 }
