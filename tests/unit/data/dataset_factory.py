@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import blake3
 import msgspec
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from paceline.data.format.manifest import (
     MANIFEST,
     SCHEMA,
+    TOKENIZER,
     Manifest,
     ShardEntry,
     Split,
@@ -26,31 +28,30 @@ END_OF_DOCUMENT = 255
 
 
 def random_documents(num_tokens: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Returns documents of random tokens, with their ends, of `num_tokens` in all."""
+    """Returns documents of random tokens, `num_tokens` in all together with their ends."""
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []
     while num_tokens:
         length = int(min(generator.integers(1, longest + 1), num_tokens))
-        documents.append(
-            [*generator.integers(0, END_OF_DOCUMENT, length - 1).tolist(), END_OF_DOCUMENT]
-        )
+        documents.append(generator.integers(0, END_OF_DOCUMENT, length - 1).tolist())
         num_tokens -= length
     return documents
 
 
 def write_dataset(
     place: str | os.PathLike[str],
-    documents: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int] | npt.NDArray[Any]],
     *,
     shard_tokens: int = 64,
     dtype: TokenType = "uint16",
     split: SplitName = "train",
-    tokenizer_blake3: str = "00",
+    tokenizer: bytes = b"{}",
 ) -> npt.NDArray[np.int64]:
-    """Writes the shards and the manifest of `documents`; returns their tokens."""
+    """Writes a dataset of `documents`, to which their ends are added; returns all tokens."""
     storage = open_storage(place)
-    tokens = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
-    ends = np.cumsum([len(document) for document in documents])
+    ended = [np.append(np.asarray(each, dtype=np.int64), END_OF_DOCUMENT) for each in documents]
+    tokens = np.concatenate(ended)
+    ends = np.cumsum([len(document) for document in ended])
     entries = []
     for shard, start in enumerate(range(0, len(tokens), shard_tokens)):
         own = tokens[start : start + shard_tokens].astype(np.dtype(dtype).newbyteorder("<"))
@@ -62,7 +63,7 @@ def write_dataset(
         shard_tokens=shard_tokens,
         vocab_size=256,
         end_of_document=END_OF_DOCUMENT,
-        tokenizer_blake3=tokenizer_blake3,
+        tokenizer_blake3=blake3.blake3(tokenizer).hexdigest(),
         options={},
         sources=[],
         num_source_bytes=len(tokens),
@@ -75,6 +76,7 @@ def write_dataset(
             )
         },
     )
+    storage.write(TOKENIZER, tokenizer)
     storage.write(MANIFEST, encode_manifest(manifest))
     return tokens
 

@@ -16,7 +16,7 @@ from paceline.core.errors import UsageError
 from paceline.data.loader.adapters import PackedDocuments
 from paceline.data.loader.batches import BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
-from tests.unit.data.dataset_factory import random_documents, write_dataset
+from tests.unit.data.dataset_factory import END_OF_DOCUMENT, random_documents, write_dataset
 
 LENGTH, BATCH = 8, 3
 
@@ -45,7 +45,7 @@ class GrainLike:
 
 
 def pack(documents: Any, **options: Any) -> PackedDocuments:
-    settings = {"context_length": LENGTH, "batch_size": BATCH, "end_of_document": None}
+    settings = {"context_length": LENGTH, "batch_size": BATCH, "end_of_document": END_OF_DOCUMENT}
     return PackedDocuments(documents, **{**settings, **options})
 
 
@@ -58,7 +58,7 @@ def test_resumed_pieces_are_one_uninterrupted_run(
 ) -> None:
     documents = random_documents(num_tokens, longest=longest)
     whole = list(pack(GrainLike(documents)))
-    tokens = list(itertools.chain.from_iterable(documents))
+    tokens = [token for each in documents for token in (*each, END_OF_DOCUMENT)]
     assert len(whole) == (num_tokens - 1) // (LENGTH * BATCH)
     for number, row in enumerate(itertools.chain.from_iterable(batch.rows for batch in whole)):
         assert row.tolist() == tokens[number * LENGTH : number * LENGTH + LENGTH + 1]

@@ -185,6 +185,6 @@ def test_configs_that_make_no_sense_are_refused(places: list[str]) -> None:
 
 def test_sources_of_different_tokenizers_are_refused(tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
-        write_dataset(tmp_path / name, random_documents(100), tokenizer_blake3=name)
+        write_dataset(tmp_path / name, random_documents(100), tokenizer=name.encode())
     with pytest.raises(DataError, match=r"/b was prepared with another tokenizer than .*/a"):
         TokenLoader(make_config([str(tmp_path / name) for name in ("a", "b")]))

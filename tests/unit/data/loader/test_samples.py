@@ -31,13 +31,13 @@ def test_every_sample_has_its_tokens_and_documents(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     documents = random_documents(
-        data.draw(st.integers(2, 400)), longest=data.draw(st.sampled_from([1, 7, 90]))
+        data.draw(st.integers(2, 200)), longest=data.draw(st.sampled_from([1, 7, 90]))
     )
     place = tmp_path_factory.mktemp("dataset")
     tokens = write_dataset(
         place,
         documents,
-        shard_tokens=data.draw(st.integers(1, 90)),
+        shard_tokens=data.draw(st.integers(4, 90)),
         dtype=data.draw(st.sampled_from(["uint16", "uint32"])),
     )
     length = data.draw(st.integers(1, len(tokens) - 1))
@@ -46,7 +46,7 @@ def test_every_sample_has_its_tokens_and_documents(
     assert num_samples == (len(tokens) - 1) // length
     positions = np.arange(num_samples)
     batch = reader.read(positions)
-    document_of = np.repeat(np.arange(len(documents)), [len(each) for each in documents])
+    document_of = np.repeat(np.arange(len(documents)), [len(each) + 1 for each in documents])
     _, samples = reader.locate(positions)
     assert batch.positions is not None
     assert batch.document_ids is not None
