@@ -6,7 +6,6 @@ for longest. A file is locked while it is mapped, also by other processes, so th
 frees its space at once. Several processes that want the same shard fetch it once.
 """
 
-import concurrent.futures
 import contextlib
 import fcntl
 import os
@@ -19,7 +18,8 @@ import blake3
 
 from paceline.core.errors import DataError
 from paceline.core.units import format_binary_bytes
-from paceline.data.format.manifest import Manifest, SplitName, documents_name, tokens_name
+from paceline.data.format.manifest import Manifest, SplitName
+from paceline.data.loader.fetch_ahead import FetchAhead
 from paceline.data.storage import Storage
 from paceline.data.storage.local import LocalStorage
 
@@ -27,6 +27,8 @@ _NUM_LOCKS = 64
 _CHECKS = 2
 """Times that a shard is fetched before its digest counts as wrong."""
 _FETCHES_AT_ONCE = 2
+_END_BYTES = 4
+"""Bytes of the end of a document in a shard's list of them."""
 _ABANDONED_S = 3600.0
 """Age at which an unfinished file must be that of a killed process."""
 
@@ -55,15 +57,10 @@ class ShardCache:
         self._root = pathlib.Path(directory)
         self._files = LocalStorage(self._root / manifest.fingerprint[:32])
         self._most_bytes = most_bytes
-        self._expected: dict[str, tuple[str, int | None]] = {}
-        for shard, entry in enumerate(manifest.splits[split].shard_entries()):
-            num_bytes = entry.num_tokens * manifest.token_bytes
-            self._expected[tokens_name(split, shard)] = (entry.tokens_blake3, num_bytes)
-            num_bytes = entry.num_documents * 4
-            self._expected[documents_name(split, shard)] = (entry.documents_blake3, num_bytes)
+        self._token_bytes = manifest.token_bytes
+        self._entries = manifest.splits[split].shard_entries()
         self._root.mkdir(parents=True, exist_ok=True)
-        self._fetching: dict[str, concurrent.futures.Future[None]] = {}
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._fetch_ahead: FetchAhead | None = None
 
     def open(self, name: str) -> BinaryIO:
         """Returns a file that stays where it is until it is closed and unmapped."""
@@ -75,22 +72,15 @@ class ShardCache:
 
     def fetch_ahead(self, names: Iterable[str]) -> None:
         """Begins to fetch files that will be opened soon; what fails is left to `open`."""
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(
-                _FETCHES_AT_ONCE, thread_name_prefix="fetch-shards"
-            )
-        self._fetching = {
-            name: future for name, future in self._fetching.items() if not future.done()
-        }
-        for name in names:
-            if name not in self._fetching and not self._files.path(name).exists():
-                self._fetching[name] = self._executor.submit(self._fetch, name)
+        if self._fetch_ahead is None:
+            self._fetch_ahead = FetchAhead(self._fetch, _FETCHES_AT_ONCE)
+        self._fetch_ahead.ask(name for name in names if not self._files.path(name).exists())
 
     def close(self) -> None:
         """Fetches nothing more."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
+        if self._fetch_ahead is not None:
+            self._fetch_ahead.close()
+            self._fetch_ahead = None
 
     def _open_cached(self, name: str) -> BinaryIO | None:
         try:
@@ -101,7 +91,7 @@ class ShardCache:
             # The lock belongs to the open file, which its mapping keeps open.
             fcntl.flock(file, fcntl.LOCK_SH)
             status = os.fstat(file.fileno())
-            if status.st_nlink and status.st_size == self._expected[name][1]:
+            if status.st_nlink and status.st_size == self._expected(name)[1]:
                 os.utime(file.fileno())
                 return file
         except BaseException:
@@ -117,16 +107,30 @@ class ShardCache:
             content = self._read_checked(name)
             with self._locked("room"):
                 self._make_room(name, len(content))
-                self._files.write(name, content)
+                try:
+                    self._files.write(name, content)
+                except OSError as error:
+                    raise DataError(
+                        f"{self._root}: cannot keep {name}: {error.strerror}; make room on that "
+                        "disk or name another cache directory"
+                    ) from error
+
+    def _expected(self, name: str) -> tuple[str, int]:
+        """Returns the digest and the size that a file must have."""
+        path = pathlib.PurePosixPath(name)
+        entry = self._entries[int(path.stem)]
+        if path.suffix == ".tokens":
+            return entry.tokens_blake3, entry.num_tokens * self._token_bytes
+        return entry.documents_blake3, entry.num_documents * _END_BYTES
 
     def _is_there(self, name: str) -> bool:
         try:
-            return self._files.path(name).stat().st_size == self._expected[name][1]
+            return self._files.path(name).stat().st_size == self._expected(name)[1]
         except FileNotFoundError:
             return False
 
     def _read_checked(self, name: str) -> bytes:
-        expected, num_bytes = self._expected[name]
+        expected, num_bytes = self._expected(name)
         for _ in range(_CHECKS):
             try:
                 content = self._storage.read(name)

@@ -67,7 +67,11 @@ class TokenLoader:
             )
             depth = self.config.prefetch
             self._batches = Prefetcher(batches, depth) if depth else batches
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self._end_batches()  # Asked again, it reads the same batch: a failure may be passing.
+            raise
         self._step = batch.step + self._every
         self._consumed_samples += self._every * self.config.batch_size
         return batch

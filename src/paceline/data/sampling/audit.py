@@ -21,21 +21,25 @@ import numpy.typing as npt
 from paceline.core.errors import DataError
 from paceline.data.sampling.permutation import IndexArray
 
-_MODULUS = 2**64
+_PLACE_WORDS = 4
+"""Words of 32 bits for position and source."""
 
 
 def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray[np.int64]) -> int:
     """Returns the digest of samples, whose tokens are `rows`, at `positions` of the stream."""
-    # uint32 holds every token, and makes the digest independent of how tokens are stored.
-    tokens = rows.astype("<u4").data.cast("B")
-    row_bytes = rows.shape[1] * 4
-    places = np.stack([positions, sources], axis=1).astype("<i8").tobytes()
-    total = 0
-    for number in range(len(rows)):
-        hasher = blake3.blake3(places[16 * number : 16 * number + 16])
-        hasher.update(tokens[row_bytes * number : row_bytes * (number + 1)])
-        total += int.from_bytes(hasher.digest(8), "little")
-    return total % _MODULUS
+    # Each row of the records is hashed in one call. uint32 holds every token, and makes the digest
+    # independent of how tokens are stored.
+    num_samples, length = rows.shape
+    records = np.empty((num_samples, _PLACE_WORDS + length), dtype="<u4")
+    places = np.stack([positions, sources], axis=1).astype("<i8")
+    records[:, :_PLACE_WORDS] = places.view("<u4")
+    records[:, _PLACE_WORDS:] = rows
+    content = records.data.cast("B")
+    ends = range(0, len(content) + 1, records.strides[0])
+    hashes = [
+        blake3.blake3(content[start:end]).digest(8) for start, end in itertools.pairwise(ends)
+    ]
+    return int(np.frombuffer(b"".join(hashes), dtype="<u8").sum(dtype=np.uint64))
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

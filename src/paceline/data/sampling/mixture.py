@@ -17,6 +17,8 @@ from paceline.data.sampling.hashing import derive, key_of
 from paceline.data.sampling.permutation import IndexArray
 
 NUM_SLOTS = 2**16
+_PURPOSE = int.from_bytes(b"mixture", "little")
+"""Keys of a mixture are not those of an order with the same seed."""
 
 
 class Mixture:
@@ -29,7 +31,9 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
         self.num_slots_of = share_slots(weights)
-        keys = [derive(key_of((seed, source)), np.arange(n)) for source, n in self._counts()]
+        keys = [
+            derive(key_of((_PURPOSE, seed, source)), np.arange(n)) for source, n in self._counts()
+        ]
         # 53 bits, which a float64 holds exactly: the same places on every machine.
         places = [
             (np.arange(n) + (key >> np.uint64(11)).astype(np.float64) * 2.0**-53) / n

@@ -1,5 +1,6 @@
 """Whatever the world sizes and however often a run is resumed, the stream is the same."""
 
+import itertools
 import pathlib
 import pickle
 from typing import Any
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.loader.batches import Batch
+from paceline.data.loader.batches import Batch, BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
+from paceline.data.sampling.audit import AuditTrail, check_audit, read_audit
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 LENGTH = 10
@@ -75,6 +77,36 @@ def test_resumed_pieces_are_one_uninterrupted_run(places: list[str], data: st.Da
     assert np.concatenate(rows).tolist() == np.concatenate([b.rows for b in expected]).tolist()
     assert digests == [batch.digest for batch in expected]
     assert [batch.step for batch in expected] == list(range(num_steps))
+
+
+def test_an_audit_finds_what_was_changed_or_skipped(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path / "dataset", random_documents(1500))
+    config = make_config([str(tmp_path / "dataset")])
+    for rank in range(3):
+        trail = AuditTrail(tmp_path / f"{rank}.jsonl")
+        with TokenLoader(config, rank=rank, world_size=3) as loader:
+            for batch in itertools.islice(loader, 9):
+                trail.append(batch.audit_row)
+    rows = list(read_audit(tmp_path.glob("*.jsonl")))
+    reader = BatchReader(config)
+    assert check_audit(rows, reader.digest) == []
+    reader.close()
+    left_out = rows.pop(10)
+    (finding,) = check_audit(rows, BatchReader(config).digest)
+    assert (finding.problem, finding.first_sample) == ("gap", left_out.first_sample)
+    for shard in (tmp_path / "dataset").rglob("*.tokens"):
+        content = bytearray(shard.read_bytes())
+        content[0] ^= 1
+        shard.write_bytes(content)
+    problems = {finding.problem for finding in check_audit(rows, BatchReader(config).digest)}
+    assert problems == {"gap", "digest"}
+
+
+def test_a_batch_without_a_digest_cannot_be_audited(places: list[str]) -> None:
+    with TokenLoader(make_config(places, digests=False)) as loader:
+        batch = next(loader)
+    with pytest.raises(UsageError, match="set digests"):
+        _ = batch.audit_row
 
 
 def test_an_epoch_holds_each_sample_once(places: list[str]) -> None:
@@ -157,16 +189,16 @@ def test_a_dataset_may_move(places: list[str], tmp_path: pathlib.Path) -> None:
 
 def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: pathlib.Path) -> None:
     write_dataset(tmp_path, random_documents(1000))
-    for shard in (tmp_path / "train").glob("*.tokens"):
-        shard.unlink()
-    with (
-        TokenLoader(make_config([str(tmp_path)])) as loader,
-        pytest.raises(DataError, match="incomplete") as caught,
-    ):
-        next(loader)
-    functions = [entry.name for entry in caught.traceback]
-    assert "_make_items" in functions
-    assert "_tokens" in functions
+    (tmp_path / "train").rename(tmp_path / "elsewhere")
+    with TokenLoader(make_config([str(tmp_path)])) as loader:
+        with pytest.raises(DataError, match="incomplete") as caught:
+            next(loader)
+        functions = [entry.name for entry in caught.traceback]
+        assert "_make_items" in functions
+        assert "_tokens" in functions
+        # When what was wrong is put right, it goes on where it was.
+        (tmp_path / "elsewhere").rename(tmp_path / "train")
+        assert [next(loader).step for _ in range(2)] == [0, 1]
 
 
 def test_configs_that_make_no_sense_are_refused(places: list[str]) -> None:
