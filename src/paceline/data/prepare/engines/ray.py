@@ -5,6 +5,7 @@ busy, not all: a plan may have 65,536.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,13 +34,10 @@ class RayEngine:
         self._ray = ray
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            # Ray reports its use to its makers unless it is told not to.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
-                ray.init(
-                    address=address,
-                    log_to_driver=False,
-                    include_dashboard=None if address else False,
-                    logging_level=logging.WARNING,
-                )
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
             except ConnectionError as error:
                 raise UsageError(
                     f"--ray-address {address}: no cluster answers there; `ray start --head` "
