@@ -4,7 +4,7 @@
     python scripts/fuzz.py all 1000 --store results/fuzz.jsonl
     python scripts/fuzz.py sharded 1 --first 417
 
-A program is a function of the container and its seed; it is compared with one process.
+A program is a function of the container and its seed; it is compared with one process, in float64.
 """
 
 import argparse
@@ -18,22 +18,29 @@ from paceline.benchmarks.harness.devices import describe_hardware, resolve_devic
 from paceline.benchmarks.harness.records import measured
 from paceline.parallel import RankPool
 from paceline.records import RecordStore
-from tests.distributed.fuzz import MAKE, TOLERANCE, run_programs
+from tests.distributed.fuzz import DTYPE, MAKE, TOLERANCE, run_programs
 
 _AT_ONCE = 50
 
 
-def fuzz(pool: RankPool, kind: str, seeds: range) -> tuple[int, float]:
-    """Runs programs, printing those that differ; returns how many did, and the seconds."""
+def fuzz(pool: RankPool, kind: str, seeds: range) -> dict[str, float]:
+    """Runs programs, printing those that differ; returns how many did, and how far at most."""
     began = time.perf_counter()
     different = set()
+    largest = 0.0
     for first in range(seeds.start, seeds.stop, _AT_ONCE):
         some = range(first, min(first + _AT_ONCE, seeds.stop))
-        for rank, wrong in enumerate(pool.run(run_programs, kind, some)):
-            for seed, name, difference in wrong:
-                different.add(seed)
-                print(f"{kind}, seed {seed}, rank {rank}: {name} differs by {difference:.2g}")
-    return len(different), time.perf_counter() - began
+        for rank, outcomes in enumerate(pool.run(run_programs, kind, some)):
+            for seed, name, difference in outcomes:
+                largest = max(largest, difference)
+                if difference > TOLERANCE:
+                    different.add(seed)
+                    print(f"{kind}, seed {seed}, rank {rank}: {name} differs by {difference:.2g}")
+    return {
+        "num_different": len(different),
+        "largest_difference": largest,
+        "time_s": time.perf_counter() - began,
+    }
 
 
 def main() -> int:
@@ -50,19 +57,22 @@ def main() -> int:
     total = 0
     with RankPool(arguments.ranks, timeout_s=120) as pool:
         for kind in kinds:
-            num_different, seconds = fuzz(pool, kind, seeds)
-            total += num_different
-            print(f"{kind}: {len(seeds)} programs, {num_different} differ, {seconds:.0f} s")
+            metrics = fuzz(pool, kind, seeds)
+            total += int(metrics["num_different"])
+            print(
+                f"{kind}: {len(seeds)} programs, {metrics['num_different']} differ, at most by "
+                f"{metrics['largest_difference']:.2g}, {metrics['time_s']:.0f} s"
+            )
             if arguments.store is not None:
                 case = {
                     "container": kind,
                     "programs": len(seeds),
                     "first_seed": seeds.start,
                     "world_size": arguments.ranks,
+                    "dtype": str(DTYPE).removeprefix("torch."),
                     "tolerance": TOLERANCE,
                     **describe_hardware(resolve_device("cpu")).as_case(),
                 }
-                metrics = {"num_different": num_different, "time_s": seconds}
                 RecordStore(arguments.store).append(measured("fuzz", case, metrics))
     return 1 if total else 0
 

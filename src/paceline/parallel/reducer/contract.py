@@ -48,6 +48,8 @@ class DataParallelContainer(nn.Module, abc.ABC):
         self.module = module
         self._group_reference = GroupReference(group)
         self._device = device
+        dtypes = {parameter.dtype.to_real() for parameter in module.parameters()}
+        self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._sync_state = SyncState()
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -127,6 +129,7 @@ class DataParallelContainer(nn.Module, abc.ABC):
             max_norm,
             norm_type,
             self._device,
+            dtype=self._norm_dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
 

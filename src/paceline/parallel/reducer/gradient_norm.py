@@ -1,7 +1,7 @@
 """The norm of all gradients, whether every rank holds them whole or each a shard of them.
 
 The sum over ranks is taken in float64, of norms to the power of their type: ranks agree to the bit,
-and differ from one process by less than float32 rounds. Nothing waits for the device, unless
+and differ from one process by less than their dtype rounds. Nothing waits for the device, unless
 gradients that are not finite are to be an error.
 """
 
@@ -33,6 +33,7 @@ def clip_gradients(
     norm_type: float,
     device: torch.device,
     *,
+    dtype: torch.dtype,
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Scales all gradients down to a norm, if theirs is larger; returns theirs.
@@ -42,12 +43,13 @@ def clip_gradients(
         max_norm: The largest norm that is left as it is.
         norm_type: 2 for the Euclidean norm, inf for the largest number.
         device: Where the norm is computed.
+        dtype: What the norm of shards is returned in, on ranks that hold none too.
         error_if_nonfinite: Whether a norm that is not finite is an error, on all ranks alike.
     """
     if gradients.shard_group is None:
         total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)
     else:
-        total = _norm_over_ranks(gradients, norm_type, device, gradients.shard_group)
+        total = _norm_over_ranks(gradients, norm_type, device, gradients.shard_group).to(dtype)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot "
@@ -69,10 +71,11 @@ def _norm_over_ranks(
     of_replicated = _norm(gradients.replicated, norm_type, device)
     if norm_type == float("inf"):
         dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
-        return torch.maximum(own, of_replicated).float()
+        return torch.maximum(own, of_replicated)
     powers = own**norm_type
     dist.all_reduce(powers, group=group)
-    return ((powers + of_replicated**norm_type) ** (1 / norm_type)).float()
+    norm: Tensor = (powers + of_replicated**norm_type) ** (1 / norm_type)
+    return norm
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
