@@ -201,10 +201,10 @@ def resume_numbers(place: pathlib.Path, context: int, rounds: int) -> dict[str, 
     }
 
 
-def training_tokens_per_s() -> float:
+def training_tokens_per_s(store: pathlib.Path) -> float:
     """Returns what training steps of the fastest preset take."""
     command = [sys.executable, "-m", "paceline", "bench", "step", "--model", MODEL]
-    command += ["--context", "256", "--batch", "8", "--json"]
+    command += ["--context", "256", "--batch", "8", "--json", "--store", str(store)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     record = json.loads(result.stdout.splitlines()[-1])
     return 8 * 256 / record["metrics"]["step_time_s"]["value"]
@@ -248,7 +248,7 @@ def main() -> int:
         place = pathlib.Path(directory) / "dataset"
         write_dataset(place, NUM_SHARDS, SHARD_TOKENS)
         seconds = time_ways(place, arguments.rounds, arguments.batches)
-        training = training_tokens_per_s()
+        training = training_tokens_per_s(pathlib.Path(directory) / "steps.jsonl")
         for name, samples in seconds.items():
             ratios = [own / bare for own, bare in zip(samples, seconds["bare"], strict=True)]
             rates = [BATCH * CONTEXT / each for each in samples]
