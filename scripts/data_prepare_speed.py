@@ -11,6 +11,7 @@ record per way to a store:
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import shutil
 import statistics
@@ -20,8 +21,9 @@ from collections.abc import Callable
 
 from paceline.core.units import MB, MIB
 from paceline.data.prepare.config import PrepareConfig
+from paceline.data.prepare.inputs import reading_options
 from paceline.data.prepare.pieces import plan_pieces
-from paceline.data.prepare.run import prepare, reading_options
+from paceline.data.prepare.run import prepare
 from paceline.data.sources.documents import Document
 from paceline.data.sources.files import find_files
 from paceline.data.sources.read import read_span
@@ -53,13 +55,16 @@ def main() -> None:
         )
         batches, num_bytes = _batches(config)
         print(f"{num_bytes / MB:.1f} MB in {sum(map(len, batches)):,} documents")
+        start_s = 0.0
         ways: dict[str, Callable[[], float]] = {
             _BARE: lambda: _bare(config, batches),
             _ONE: lambda: _prepared(config),
             _TWO: lambda: _prepared(dataclasses.replace(config, workers=2)),
         }
         if arguments.ray:
-            ways[_RAY] = _ray_way(dataclasses.replace(config, engine="ray", workers=2))
+            start_s = _start_ray()
+            spread = dataclasses.replace(config, engine="ray", workers=2)
+            ways[_RAY] = lambda: _prepared(spread)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(arguments.rounds + 1):
             for name, run in ways.items():
@@ -69,7 +74,8 @@ def main() -> None:
     store = RecordStore(arguments.store)
     for name, baseline in ((_ONE, _BARE), (_TWO, _ONE), (_RAY, _TWO)):
         if name in seconds:
-            store.append(_record(name, baseline, seconds, num_bytes))
+            more = {"start_s": Metric(value=start_s)} if name == _RAY else {}
+            store.append(_record(name, baseline, seconds, num_bytes, more))
     for name, samples in seconds.items():
         print(f"{name}: {num_bytes / MB / statistics.median(samples):.2f} MB/s")
 
@@ -109,17 +115,23 @@ def _prepared(config: PrepareConfig) -> float:
     return time.perf_counter() - began
 
 
-def _ray_way(config: PrepareConfig) -> Callable[[], float]:
-    """Returns a way that shares one cluster: its start is printed, not counted in every round."""
+def _start_ray() -> float:
+    """Starts a cluster for all rounds; returns the seconds that it took."""
     import ray
 
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     began = time.perf_counter()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    print(f"starting Ray took {time.perf_counter() - began:.1f} s")
-    return lambda: _prepared(config)
+    return time.perf_counter() - began
 
 
-def _record(name: str, baseline: str, seconds: dict[str, list[float]], num_bytes: int) -> Record:
+def _record(
+    name: str,
+    baseline: str,
+    seconds: dict[str, list[float]],
+    num_bytes: int,
+    more: dict[str, Metric],
+) -> Record:
     ratios = [ours / base for ours, base in zip(seconds[name], seconds[baseline], strict=True)]
     return Record(
         kind="comparison",
@@ -139,6 +151,7 @@ def _record(name: str, baseline: str, seconds: dict[str, list[float]], num_bytes
             "baseline_mb_per_s": Metric.from_samples(
                 [num_bytes / MB / each for each in seconds[baseline]]
             ),
+            **more,
         },
         outcome="ok",
     )

@@ -72,7 +72,8 @@ class Tokenizer:
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = _find_end(vocabulary, end_of_document, where)
-        self._is_bytes = json == byte_tokenizer_json()
+        # Bytes need no tokenizer to be found, where the end is the byte that is none.
+        self._is_bytes = json == byte_tokenizer_json() and self.end_of_document == _LAST_BYTE
 
     @functools.cached_property
     def blake3(self) -> str:
@@ -97,8 +98,9 @@ class Tokenizer:
             (self._encode_short if len(text) <= PART_CHARACTERS else self._encode_long)([text])
             for text in texts
         ]
-        tokens, lengths = zip(*parts, strict=True)
-        return np.concatenate(tokens), np.concatenate(lengths)
+        return np.concatenate([part[0] for part in parts]), np.concatenate(
+            [part[1] for part in parts]
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns each document's tokens, without its end."""

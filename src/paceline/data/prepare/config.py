@@ -29,8 +29,8 @@ class SourceConfig:
     field: str = "text"
     """Field of JSON Lines, or column of Parquet, that holds a document's text."""
     max_document_bytes: int = 16 * MIB
-    """Bytes above which a document is left out. A tokenizer needs up to 150 bytes of memory for each
-    byte of a text without blanks."""
+    """Bytes above which a document is left out. A tokenizer takes up to 150 times its memory for
+    a text without blanks."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -16,8 +16,10 @@ from paceline.data.sources.files import FoundFile
 from paceline.data.sources.parquet import row_group_bytes
 from paceline.data.sources.read import ReadOptions, Span
 
-SMALLEST_PIECE_BYTES = 8 * MIB
-_MOST_PIECES = 2**16
+SMALLEST_PIECE_BYTES = MIB
+"""Enough for a second of work."""
+_USUAL_PIECE_BYTES = 8 * MIB
+_USUAL_PIECES, _MOST_PIECES = 2**10, 2**16
 _MOST_SPANS = 2**12
 """Spans of one piece: places count them in 16 bits."""
 
@@ -43,9 +45,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[Piece]:
     """Cuts and groups files into pieces of about the same size, in the files' order."""
     files = list(files)
-    piece_bytes = SMALLEST_PIECE_BYTES
-    while piece_bytes * _MOST_PIECES < sum(file.num_bytes for file in files):
-        piece_bytes *= 2
+    piece_bytes = _piece_bytes(sum(file.num_bytes for file in files))
     pieces = []
     spans: list[Span] = []
     num_bytes = 0
@@ -59,6 +59,16 @@ def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[Piece]
     if spans:
         pieces.append(Piece(spans=tuple(spans)))
     return pieces
+
+
+def _piece_bytes(total_bytes: int) -> int:
+    """Returns the size of a piece: small for many workers, large where that would be too many."""
+    piece_bytes = SMALLEST_PIECE_BYTES
+    while piece_bytes * _MOST_PIECES < total_bytes or (
+        piece_bytes < _USUAL_PIECE_BYTES and piece_bytes * _USUAL_PIECES < total_bytes
+    ):
+        piece_bytes *= 2
+    return piece_bytes
 
 
 def _spans(file: FoundFile, reading: ReadOptions, piece_bytes: int) -> Iterator[Span]:

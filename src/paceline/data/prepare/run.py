@@ -4,13 +4,12 @@ A preparation that was killed, wherever, is continued by starting it again. One 
 left alone, and anything else at its place is refused rather than replaced.
 """
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import DataError
 from paceline.data.format.manifest import (
     MANIFEST,
     SCHEMA,
@@ -19,16 +18,14 @@ from paceline.data.format.manifest import (
     Dropped,
     Manifest,
     ShardEntry,
-    SourceFile,
     Split,
     SplitName,
     documents_name,
     encode_manifest,
-    read_manifest,
     tokens_name,
 )
 from paceline.data.prepare.blocks import MOST_EXAMPLES, PieceResult, merge_dropped
-from paceline.data.prepare.config import PrepareConfig, SourceConfig
+from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.duplicates import (
     GroupResult,
     GroupTask,
@@ -39,16 +36,15 @@ from paceline.data.prepare.duplicates import (
     num_partitions,
 )
 from paceline.data.prepare.engines import Engine, Result, TaskT, open_engine
+from paceline.data.prepare.inputs import find_finished, find_inputs, make_job
 from paceline.data.prepare.job import WORK, Job
 from paceline.data.prepare.pieces import plan_pieces
 from paceline.data.prepare.shards import ShardTask, plan_shards, write_shard
 from paceline.data.prepare.table import write_table
 from paceline.data.prepare.tokenize import PieceTask, tokenize_piece
 from paceline.data.sources.documents import UNKNOWN_KIND
-from paceline.data.sources.files import FoundFile, FoundFiles, find_files
-from paceline.data.sources.read import ReadOptions
+from paceline.data.sources.files import FoundFiles
 from paceline.data.storage import Storage, open_storage
-from paceline.data.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int], None]
 """Is told how many bytes of the sources are tokenized, and of how many."""
@@ -56,14 +52,14 @@ Progress = Callable[[int, int], None]
 
 def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest:
     """Prepares a dataset, or finds it prepared, and returns its manifest."""
-    inputs = _find_inputs(config)
+    inputs = find_inputs(config)
     storage = open_storage(config.out)
-    finished = _find_finished(inputs, storage)
+    finished = find_finished(inputs, storage)
     if finished is not None:
         storage.clear(WORK)
         return finished
     storage.write(TOKENIZER, inputs.tokenizer.json.encode())
-    job = _job(config, inputs)
+    job = make_job(config, inputs)
     tasks = [PieceTask(job=job, piece=piece) for piece in plan_pieces(inputs.files, job.reading)]
     with open_engine(config) as engine:
         pieces = _tokenize(engine, tasks, progress or _no_progress)
@@ -97,106 +93,11 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest
     return manifest
 
 
-def find_prepared(config: PrepareConfig) -> Manifest | None:
-    """Returns the manifest if exactly this is prepared already, None if there is nothing.
-
-    Raises:
-        UsageError: Something else is prepared at that place.
-    """
-    return _find_finished(_find_inputs(config), open_storage(config.out))
-
-
-def reading_options(config: SourceConfig) -> ReadOptions:
-    """Returns what decides which documents a file has."""
-    return ReadOptions(
-        separator=config.separator_bytes,
-        field=config.field,
-        max_document_bytes=config.max_document_bytes,
-    )
-
-
-class _Inputs(NamedTuple):
-    tokenizer: Tokenizer
-    found: FoundFiles
-    options: dict[str, str | int | float | bool | None]
-
-    @property
-    def files(self) -> Sequence[FoundFile]:
-        return self.found.files
-
-    @property
-    def sources(self) -> list[SourceFile]:
-        return [
-            SourceFile(name=file.name, num_bytes=file.num_bytes, modified_ns=file.modified_ns)
-            for file in self.files
-        ]
-
-
 class _Kept(NamedTuple):
     tokens: dict[SplitName, list[int]]
     """By block."""
     num_documents: dict[SplitName, int]
     num_bytes: int
-
-
-def _find_inputs(config: PrepareConfig) -> _Inputs:
-    tokenizer = load_tokenizer(config.tokenizer, config.end_of_document)
-    found = find_files(config.sources, None if "://" in config.out else config.out)
-    options: dict[str, str | int | float | bool | None] = {
-        "separator": config.separator_bytes.decode(),
-        "field": config.field,
-        "max_document_bytes": config.max_document_bytes,
-        "heldout": config.heldout,
-        "shard_tokens": config.shard_tokens,
-        "end_of_document": tokenizer.end_of_document,
-    }
-    return _Inputs(tokenizer, found, options)
-
-
-def _job(config: PrepareConfig, inputs: _Inputs) -> Job:
-    return Job(
-        out=config.out if "://" in config.out else str(pathlib.Path(config.out).absolute()),
-        reading=reading_options(config),
-        tokenizer_blake3=inputs.tokenizer.blake3,
-        end_of_document=config.end_of_document,
-        heldout=config.heldout,
-        shard_tokens=config.shard_tokens,
-    )
-
-
-def _find_finished(inputs: _Inputs, storage: Storage) -> Manifest | None:
-    try:
-        storage.read_range(MANIFEST, 0, 1)
-    except FileNotFoundError:
-        return None
-    manifest = read_manifest(storage)
-    difference = _difference(manifest, inputs)
-    if difference:
-        raise UsageError(
-            f"{storage.url} holds a dataset that was prepared otherwise: {difference}; name "
-            "another --out, or delete that one"
-        )
-    return manifest
-
-
-def _difference(manifest: Manifest, inputs: _Inputs) -> str:
-    """Returns the first thing that differs from what was prepared; empty if nothing does."""
-    if manifest.tokenizer_blake3 != inputs.tokenizer.blake3:
-        return "with another tokenizer"
-    for name, value in inputs.options.items():
-        if manifest.options.get(name) != value:
-            flag = "--" + name.replace("_", "-")
-            return f"{flag} was {manifest.options.get(name)!r} and is {value!r}"
-    before = {source.name: source for source in manifest.sources}
-    now = {source.name: source for source in inputs.sources}
-    for name in sorted(before.keys() | now.keys()):
-        if name not in before:
-            return f"{name} is new"
-        if name not in now:
-            return f"{name} is gone"
-        if before[name] != now[name]:
-            return f"{name} has changed since"
-    return ""
 
 
 def _tokenize(engine: Engine, tasks: Sequence[PieceTask], progress: Progress) -> list[PieceResult]:

@@ -85,6 +85,8 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
         if not path.exists():
             raise UsageError(f"{source}: no such file or directory")
         is_directory = path.is_dir()
+        if not is_directory and not path.is_file():
+            raise UsageError(f"{source}: neither a file nor a directory")
         for each in _walk(path, except_path) if is_directory else (path,):
             found = _describe(each, is_named=not is_directory)
             if isinstance(found, FoundFile):

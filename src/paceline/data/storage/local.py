@@ -49,19 +49,12 @@ class LocalStorage:
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Writes a sibling first, which then takes the name."""
         path = self.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
         try:
-            with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
-                os.fchmod(descriptor, 0o644)  # As ordinary files are; mkstemp's are private.
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
-            pathlib.Path(unfinished).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                pathlib.Path(unfinished).unlink()
-            raise
+            _replace(path, content)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be written: {error.strerror}; make room, or name another place"
+            ) from error
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Walks the directory below a prefix; what a killed writer left behind is not listed."""
@@ -89,3 +82,19 @@ class LocalStorage:
         """Removes the siblings of files that never took their names."""
         for path in self.directory.rglob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
+
+
+def _replace(path: pathlib.Path, content: bytes | bytearray | memoryview) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
+            os.fchmod(descriptor, 0o644)  # As ordinary files are; mkstemp's are private.
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        pathlib.Path(unfinished).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pathlib.Path(unfinished).unlink()
+        raise

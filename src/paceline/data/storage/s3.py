@@ -31,7 +31,7 @@ class S3Storage:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._made: tuple[int, S3Store] | None = None
+        self._made: S3Store | None = None
 
     def read(self, name: str) -> bytes:
         """Fetches a whole object."""
@@ -89,10 +89,16 @@ class S3Storage:
         return {"url": self.url, "_made": None}  # Workers make a client of their own.
 
     def _store(self) -> "S3Store":
-        # A client's threads do not live on in a fork.
-        if self._made is None or self._made[0] != os.getpid():
-            self._made = (os.getpid(), _connect(self.url))
-        return self._made[1]
+        # The threads that do the requests of all clients do not live on in a fork: a request would
+        # wait for ever.
+        if _first_user() != os.getpid():
+            raise DataError(
+                f"{self.url}: S3 was used before this process was forked; start workers with spawn "
+                "or forkserver"
+            )
+        if self._made is None:
+            self._made = _connect(self.url)
+        return self._made
 
     def _retried(self, name: str, request: Callable[[], _Result]) -> _Result:
         """Repeats a request that failed, after a pause."""
@@ -111,6 +117,11 @@ class S3Storage:
                     ) from error
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
+
+
+@functools.cache
+def _first_user() -> int:
+    return os.getpid()
 
 
 def _connect(url: str) -> "S3Store":

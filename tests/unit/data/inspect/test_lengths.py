@@ -4,16 +4,17 @@ import collections
 import pathlib
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.data.dataset_factory import write_dataset
 
 from paceline.data.format.manifest import read_manifest
 from paceline.data.inspect.excerpts import document_beginnings
 from paceline.data.inspect.lengths import document_lengths
 from paceline.data.storage.local import LocalStorage
+from tests.unit.data.dataset_factory import write_dataset
 
 
+@settings(deadline=None)  # Its files are slow on a busy machine.
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30), shard=st.integers(1, 50))
 def test_every_document_counts_once(
     tmp_path_factory: "object", lengths: list[int], shard: int

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from tests.unit.data.dataset_factory import write_dataset
 
 from paceline.data.format.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
 from paceline.data.inspect import verify as verify_module
 from paceline.data.inspect.verify import verify
 from paceline.data.storage.local import LocalStorage
+from tests.unit.data.dataset_factory import write_dataset
 
 
 @pytest.fixture

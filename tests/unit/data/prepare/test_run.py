@@ -10,10 +10,11 @@ import pytest
 
 from paceline.core.errors import DataError, UsageError
 from paceline.data.format.manifest import read_manifest
-from paceline.data.prepare import duplicates, pieces, run, tokenize
+from paceline.data.prepare import duplicates, pieces, tokenize
 from paceline.data.prepare import shards as shards_module
 from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.run import find_prepared, prepare
+from paceline.data.prepare.inputs import find_inputs, find_prepared, make_job
+from paceline.data.prepare.run import prepare
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import train_bpe
 from tests.unit.data.corpus import (
@@ -24,6 +25,7 @@ from tests.unit.data.corpus import (
     write_corpus,
     write_jsonl,
 )
+from tests.unit.data.s3_server import s3_server
 
 
 @pytest.fixture
@@ -93,6 +95,17 @@ def test_a_trained_tokenizer_travels_with_the_shards(
     assert manifest.num_source_bytes > 1.5 * manifest.splits["train"].num_tokens
 
 
+def test_a_prefix_of_s3_holds_the_same_bytes(corpus: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    prepare(config_of(corpus, tmp_path / "local"))
+    with s3_server() as bucket:
+        config = config_of(corpus, f"{bucket}/somewhere/below")
+        manifest = prepare(config)
+        storage = open_storage(config.out)
+        stored = {name: storage.read(name) for name in storage.sizes()}
+        assert find_prepared(config) == manifest
+    assert stored == dataset_bytes(tmp_path / "local")
+
+
 def test_files_that_are_added_move_no_document(
     corpus: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -112,6 +125,7 @@ def test_a_finished_dataset_is_left_alone(corpus: pathlib.Path, tmp_path: pathli
     assert find_prepared(config) is None
     manifest = prepare(config)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    (out / "_work" / "pieces").mkdir(parents=True)  # As if it had been killed at the very end.
     assert prepare(config) == find_prepared(config) == manifest
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
 
@@ -151,6 +165,15 @@ def test_other_sources_are_refused_by_name(corpus: pathlib.Path, tmp_path: pathl
     tokenizer.write_text(train_bpe(["ab"], 258))
     with pytest.raises(UsageError, match="another tokenizer"):
         prepare(dataclasses.replace(config, tokenizer=str(tokenizer)))
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    corpus: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(UsageError, match=r"--out .*a\.jsonl: a file is in the way"):
+        prepare(config_of(corpus, corpus / "a.jsonl"))
+    with pytest.raises(DataError, match=r"/proc/nowhere/tokenizer\.json: cannot be written"):
+        prepare(config_of(corpus, "/proc/nowhere"))
 
 
 def test_nothing_that_can_be_used_is_an_error(tmp_path: pathlib.Path) -> None:
@@ -241,8 +264,8 @@ def test_what_is_finished_is_not_made_again(
 
 
 def _piece_tasks(config: PrepareConfig) -> list[tokenize.PieceTask]:
-    inputs = run._find_inputs(config)
-    job = run._job(config, inputs)
+    inputs = find_inputs(config)
+    job = make_job(config, inputs)
     return [
         tokenize.PieceTask(job=job, piece=piece)
         for piece in pieces.plan_pieces(inputs.files, job.reading)

@@ -40,6 +40,7 @@ def test_a_file_that_is_named_is_read_as_text(tmp_path: pathlib.Path) -> None:
     [
         ("missing.txt", "no such file"),
         ("s3://bucket/x", "copy it"),
+        ("pipe", "neither a file nor a directory"),
         ("a.parquet.gz", "decompress"),
         ("b.bin", r"name .*b\.idx"),
         ("d.idx", r"d\.bin"),
@@ -48,6 +49,7 @@ def test_a_file_that_is_named_is_read_as_text(tmp_path: pathlib.Path) -> None:
 )
 def test_what_cannot_be_read_is_named(tmp_path: pathlib.Path, name: str, message: str) -> None:
     _touch(tmp_path, "a.parquet.gz", "b.bin", "b.idx", "d.idx", os.fsdecode(b"\xff.txt"))
+    os.mkfifo(tmp_path / "pipe")
     source = name if "://" in name else str(tmp_path / name)
     with pytest.raises(UsageError, match=message):
         find_files([source])

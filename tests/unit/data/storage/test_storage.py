@@ -1,5 +1,6 @@
 """Storages keep whole objects, locally and on a real S3 server."""
 
+import multiprocessing
 import os
 import pathlib
 from collections.abc import Iterator
@@ -77,3 +78,22 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"s3://bucket/data/x: .*4 times; look at AWS_ENDPOINT_URL"):
         open_storage("s3://bucket/data").read("x")
+
+
+def _read_in_fork(storage: Storage, results: "multiprocessing.SimpleQueue[str]") -> None:
+    try:
+        storage.read("name")
+    except DataError as error:
+        results.put(str(error))
+
+
+def test_a_fork_that_would_hang_is_refused(s3: str) -> None:
+    storage = open_storage(f"{s3}/fork")
+    storage.write("name", b"")
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_read_in_fork, args=(storage, results))
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert "start workers with spawn" in results.get()

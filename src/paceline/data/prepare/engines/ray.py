@@ -5,6 +5,8 @@ busy, not all: a plan may have 65,536.
 """
 
 import logging
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from paceline.data.prepare.engines import MOST_DEATHS, Result, TaskT
 
 _TASKS_PER_CORE = 2
 """One that runs and one that waits, so that no core waits for the driver."""
+_CONNECT_S = 5.0
 
 
 class RayEngine:
@@ -33,18 +36,10 @@ class RayEngine:
         self._ray = ray
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            try:
-                ray.init(
-                    address=address,
-                    log_to_driver=False,
-                    include_dashboard=None if address else False,
-                    logging_level=logging.WARNING,
-                )
-            except ConnectionError as error:
-                raise UsageError(
-                    f"--ray-address {address}: no cluster answers there; `ray start --head` "
-                    "starts one"
-                ) from error
+            # Ray reports its use to its makers unless it is told not to.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            _require_answer(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         num_cores = int(ray.cluster_resources().get("CPU", 1))
         self._most_under_way = num_workers or _TASKS_PER_CORE * num_cores
 
@@ -79,3 +74,16 @@ class RayEngine:
         except exceptions.RayError as error:
             first_line = str(error).strip().partition("\n")[0]
             raise DataError(f"{label}: lost by Ray: {first_line}") from error
+
+
+def _require_answer(address: str | None) -> None:
+    """Raises if nobody listens at HOST:PORT; Ray itself would try for a minute."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdigit() or "://" in host:
+        return  # Other addresses are Ray's own to understand.
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"--ray-address {address}: no cluster answers there; `ray start --head` starts one"
+        ) from error
