@@ -17,6 +17,7 @@ import paceline
 from paceline.cli import (
     bench,
     calibrate,
+    checkpoint,
     data,
     environment,
     lab,
@@ -42,6 +43,7 @@ Verb = (
     | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
+    | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]

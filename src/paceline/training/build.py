@@ -22,7 +22,8 @@ class Trainee:
     """The model itself."""
     model: nn.Module
     """The model as its strategy has wrapped it: what is called."""
-    optimizers: list[Optimizer]
+    optimizers: dict[str, Optimizer]
+    """By the names that checkpoints know them by."""
     strategy: StrategyName
 
 

@@ -54,7 +54,9 @@ def train(
         observer: Is told what happens.
     """
     num_steps = config.training.steps
-    runner = TrainingStep(config.training, trainee.model, trainee.optimizers, session.device)
+    runner = TrainingStep(
+        config.training, trainee.model, list(trainee.optimizers.values()), session.device
+    )
     held_out = HeldOut.of(config, session.device)
     with (
         StopRequest() as stop,
@@ -74,7 +76,7 @@ def train(
             batch = next(loader)
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
-            set_learning_rate(trainee.optimizers, factor)
+            set_learning_rate(trainee.optimizers.values(), factor)
             result = runner.run(
                 batch.tokens, batch.targets, stop=stop.received is not None
             )

@@ -18,11 +18,14 @@ PEAK = "peak_learning_rate"
 
 def make_optimizers(
     config: OptimizerConfig, strategy: StrategyName, model: nn.Module
-) -> list[Optimizer]:
-    """Makes AdamW for all parameters, or Muon for the matrices of blocks and AdamW for the rest."""
+) -> dict[str, Optimizer]:
+    """Makes AdamW for all parameters, or Muon for the matrices of blocks and AdamW for the rest.
+
+    They come by the names that checkpoints know them by.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.name == "adamw":
-        return [_adamw(config, strategy, model, named)]
+        return {"adamw": _adamw(config, strategy, model, named)}
     if strategy in SHARDED_STATE:
         raise UsageError(
             f"optimizer.name muon needs whole matrices, which {strategy} does not leave to a rank; "
@@ -36,7 +39,7 @@ def make_optimizers(
         lr=config.muon_learning_rate,
         weight_decay=config.weight_decay,
     )
-    return [muon, _adamw(config, strategy, model, rest)]
+    return {"muon": muon, "adamw": _adamw(config, strategy, model, rest)}
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> None:
