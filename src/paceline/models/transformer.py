@@ -19,13 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import ShapeError
 from paceline.core.specs import AttentionImplementation, ModelShape, require_buildable
-from paceline.models.layers import (
-    CausalSelfAttention,
-    LayerCache,
-    RMSNorm,
-    RotaryPositions,
-    SwiGLU,
-)
+from paceline.models.layers import CausalSelfAttention, LayerCache, RMSNorm, RotaryPositions, SwiGLU
 
 
 class TransformerBlock(nn.Module):
@@ -112,8 +106,8 @@ class TransformerLM(nn.Module):
 
         Args:
             tokens: Numbers below the vocabulary's size.
-            caches: Of each block, what it has computed of the sequence so far; `tokens` continue it:
-                the whole beginning first, then one at a time.
+            caches: Of each block, the keys and values of the sequence so far, which `tokens`
+                continue: the whole beginning first, then one token at a time.
         """
         length = tokens.shape[-1] + (caches[0].length if caches else 0)
         if length > self.shape.max_context_length:

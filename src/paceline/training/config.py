@@ -1,7 +1,7 @@
 """What a training run is: one definition, from which TOML, flags and the template are made.
 
-Torch-free, because the command line parses with it. Every section is frozen, checks itself, and says
-under each field what it means: `paceline train init` prints these sentences as comments.
+Torch-free, because the command line parses with it. Every section is frozen and checks itself. What
+stands under each field is what `paceline train init` prints as comments.
 """
 
 import dataclasses
@@ -132,7 +132,9 @@ class OptimizerConfig:
         _require_positive("optimizer", self, "learning_rate", "muon_learning_rate", "epsilon")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"optimizer.{name} {getattr(self, name)} must be from 0 to below 1")
+                raise UsageError(
+                    f"optimizer.{name} {getattr(self, name)} must be from 0 to below 1"
+                )
         if not self.weight_decay >= 0:
             raise UsageError(f"optimizer.weight_decay {self.weight_decay} must not be negative")
 

@@ -75,9 +75,7 @@ class HeldOut:
         for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, passes):
             with autocast():
                 logits: Tensor = model(tokens)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
             total += loss * counts
         model.train(was_training)
         dist.all_reduce(total)

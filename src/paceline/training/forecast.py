@@ -51,9 +51,7 @@ def forecast(
     strategy: StrategyName = config.parallel.strategy if world_size > 1 else "none"
     passes = config.training.num_passes(world_size)
     own = -(-config.training.batch_size // world_size)
-    batch = BatchShape(
-        num_sequences=-(-own // passes), context_length=config.data.context_length
-    )
+    batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
     memory = step_memory(
         shape,
         batch,

@@ -61,10 +61,7 @@ def train(
     with (
         StopRequest() as stop,
         TorchLoader(
-            config.loader(),
-            device=session.device,
-            rank=session.rank,
-            world_size=session.world_size,
+            config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
         ) as loader,
     ):
         step = states.restore(trainee, loader)
@@ -77,9 +74,7 @@ def train(
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
             set_learning_rate(trainee.optimizers.values(), factor)
-            result = runner.run(
-                batch.tokens, batch.targets, stop=stop.received is not None
-            )
+            result = runner.run(batch.tokens, batch.targets, stop=stop.received is not None)
             if not result.is_finite:
                 raise DivergedError(
                     f"step {step + 1}: the loss is {result.loss}, the norm of the gradients "

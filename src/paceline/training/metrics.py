@@ -75,7 +75,9 @@ class MetricsFile:
                 try:
                     yield _DECODER.decode(line)
                 except msgspec.DecodeError as error:
-                    raise RecordError(f"{self.path}:{number}: not a row of a run: {error}") from error
+                    raise RecordError(
+                        f"{self.path}:{number}: not a row of a run: {error}"
+                    ) from error
 
     def keep_up_to(self, step: int) -> None:
         """Forgets the rows of later steps, which a resumed run makes again.

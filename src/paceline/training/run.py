@@ -14,7 +14,7 @@ from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics import MetricsFile
-from paceline.training.observers import FileObserver, LogObserver, Observers
+from paceline.training.observers import FileObserver, LogObserver, Observer, Observers
 from paceline.training.run_state import RunStates
 from paceline.training.toml_config import encode_config
 
@@ -36,7 +36,7 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
             f"training.batch_size {config.training.batch_size} leaves some of the "
             f"{session.world_size} ranks without a sequence; raise it, or start fewer ranks"
         )
-    observers = []
+    observers: list[Observer] = []
     metrics = MetricsFile(directory / METRICS)
     if session.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """All that a run consists of, saved and restored: weights, optimizers, place in the data, chance.
 
-What is saved does not know ranks or strategies: any number of ranks and any strategy goes on from it.
+What is saved knows neither ranks nor strategies: any number of ranks, any strategy, goes on from it.
 """
 
 import msgspec
@@ -48,9 +48,7 @@ class RunStates:
     def restore(self, trainee: Trainee, loader: TorchLoader) -> int:
         """Restores the newest state that is intact; returns its step, 0 if there is none."""
         restored = load_newest_valid(
-            self._place,
-            lambda source: self._load(source, trainee),
-            self._checkpointer.group,
+            self._place, lambda source: self._load(source, trainee), self._checkpointer.group
         )
         if restored is None:
             return 0

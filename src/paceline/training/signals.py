@@ -10,8 +10,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class StopRequest:
     """Notes SIGTERM, SIGUSR1 (Slurm's warning) and SIGINT while it is open.
 
-    Nothing is saved inside the handler: a rank may be in the middle of a collective. A second SIGINT
-    interrupts as usual.
+    Nothing is saved inside the handler: a rank may be in the middle of a collective. A second
+    SIGINT interrupts as usual.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Phases on every rank:
 
-1. Its sequences of the global batch go through the model in micro-batches. Each loss is scaled so that
-   the ranks' average is the mean over all tokens of the batch, whoever has how many sequences.
+1. Its sequences of the global batch go through the model in micro-batches. Each loss is scaled so
+   that the ranks' average is the mean over all tokens of the batch, whoever has how many sequences.
 2. The last micro-batch has the gradients averaged; those before it only add to them.
 3. The norm of all gradients, which is the same number on all ranks, says whether they are finite:
    either all ranks step or none does.
@@ -108,7 +108,8 @@ class TrainingStep:
                     logits.flatten(0, 1).float(), expected.flatten(), reduction="sum"
                 )
                 # The average over ranks divides by their number.
-                (loss * (world_size * counts / batch_tokens)).backward()
+                scaled: Tensor = loss * (world_size * counts / batch_tokens)
+                scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens
 

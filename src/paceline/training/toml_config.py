@@ -6,7 +6,6 @@ the nearest name; comments of the template are the sentences under their fields.
 
 import ast
 import dataclasses
-import functools
 import inspect
 import pathlib
 import textwrap
@@ -150,7 +149,6 @@ def _choices(hint: Any) -> list[str]:
     return []
 
 
-@functools.cache
 def _field_comments(config: type) -> dict[str, str]:
     """Returns the sentence under each field of a dataclass, from its source."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body

@@ -81,10 +81,10 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], message: str) -
 
 
 def test_files_that_are_missing_or_broken_are_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="config.json: no such file"):
+    with pytest.raises(UsageError, match=r"config\.json: no such file"):
         load_hugging_face(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match="config.json: not JSON"):
+    with pytest.raises(UsageError, match=r"config\.json: not JSON"):
         load_hugging_face(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(SHAPE)))
     with pytest.raises(UsageError, match=r"no \*\.safetensors"):

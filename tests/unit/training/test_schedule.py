@@ -1,5 +1,7 @@
 """Learning rates rise, stay and fall as their names say."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,4 +50,4 @@ def test_factors_rise_once_and_then_never_again(
     assert all(0 <= factor <= 1 + 1e-12 for factor in curve)
     assert curve[:warmup] == sorted(curve[:warmup])
     after = curve[warmup:]
-    assert all(first >= second - 1e-12 for first, second in zip(after, after[1:], strict=False))
+    assert all(first >= second - 1e-12 for first, second in itertools.pairwise(after))

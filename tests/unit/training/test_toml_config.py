@@ -7,12 +7,7 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.data.loader.config import SourceConfig
 from paceline.training.config import DataConfig, RunConfig
-from paceline.training.toml_config import (
-    config_template,
-    decode_config,
-    encode_config,
-    read_config,
-)
+from paceline.training.toml_config import config_template, decode_config, encode_config, read_config
 
 _SMALLEST = 'out = "run"\n[data]\nsources = [{ place = "tokens" }]\n'
 _CONFIG = RunConfig(out="run", data=DataConfig(sources=(SourceConfig(place="tokens"),)))
@@ -81,5 +76,5 @@ def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: pathlib.Path) -
     with pytest.raises(UsageError, match="paceline train init"):
         read_config(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text("out = ")
-    with pytest.raises(UsageError, match="run.toml: not TOML"):
+    with pytest.raises(UsageError, match=r"run\.toml: not TOML"):
         read_config(tmp_path / "run.toml")
