@@ -26,7 +26,7 @@ class TrainCommand:
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML|init")]
     """The config of a run; a run that was interrupted goes on from its newest checkpoint."""
-    set: tuple[str, ...] = ()
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Changes to the config, such as training.steps=100."""
     ranks: int | None = None
     """Ranks to start on this host, where no launcher (torchrun, Slurm) has; one per GPU, or one."""

@@ -1,6 +1,6 @@
 """All that a run consists of, saved and restored: weights, optimizers, place in the data, chance.
 
-What is saved knows neither ranks nor strategies: any number of ranks, any strategy, goes on from it.
+What is saved knows neither ranks nor strategies: any number and any strategy goes on from it.
 """
 
 import msgspec
