@@ -1,0 +1,208 @@
+"""A run is the same on any number of ranks under any strategy, and goes on to the bit."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.data.format.manifest import MANIFEST, encode_manifest, read_manifest
+from paceline.data.loader.config import SourceConfig
+from paceline.data.storage import open_storage
+from paceline.parallel import RankError, RankPool, Session
+from paceline.parallel.ranks.placement import Placement
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    StepConfig,
+)
+from paceline.training.metrics import EvaluationRow, MetricsFile, StepRow
+from paceline.training.run import run
+from tests.unit.data.dataset_factory import random_documents, write_dataset
+
+Pools = Callable[[int], RankPool]
+STEPS = 6
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> RunConfig:
+    tokens = tmp_path / "tokens"
+    write_dataset(tokens, random_documents(4000), shard_tokens=1000)
+    return RunConfig(
+        out=str(tmp_path / "run"),
+        model=ModelConfig(preset="bytes-6M", num_layers=2, d_model=32, d_ff=64, num_heads=2),
+        data=DataConfig(sources=(SourceConfig(place=str(tokens)),), context_length=16),
+        training=StepConfig(steps=STEPS, batch_size=12, micro_batch_size=2, clip_norm=0.5),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(warmup_steps=2),
+        checkpoint=CheckpointConfig(every_steps=2, keep_last=9),
+        evaluation=EvaluationConfig(sequences=0),
+    )
+
+
+def _train(config: RunConfig) -> None:
+    """Trains on this rank."""
+    placement = Placement(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+        num_hosts=1,
+        host=0,
+        launcher="spawn",
+    )
+    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    run(config, session)
+
+
+def _losses(config: RunConfig) -> list[float]:
+    rows = MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read()
+    return [row.loss for row in rows if isinstance(row, StepRow)]
+
+
+def _with(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in sections.items()
+    }
+    return dataclasses.replace(config, out=str(pathlib.Path(config.out).parent / out), **changed)
+
+
+@pytest.fixture
+def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
+    """The losses of one process."""
+    single = _with(config, "alone")
+    rank_pool(1).run(_train, single)
+    losses = _losses(single)
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    return losses
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["bucketed", "sharded_optimizer", "sharded", "fully_sharded", "torch_ddp", "torch_fsdp2"],
+)
+def test_any_strategy_trains_like_one_process(
+    config: RunConfig, rank_pool: Pools, alone: list[float], strategy: str
+) -> None:
+    shared = _with(
+        config, strategy, parallel={"strategy": strategy}, training={"micro_batch_size": 1}
+    )
+    rank_pool(3).run(_train, shared)
+    np.testing.assert_allclose(_losses(shared), alone, rtol=1e-5)
+
+
+def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_pool: Pools) -> None:
+    even = _with(config, "even", training={"batch_size": 7})
+    rank_pool(1).run(_train, even)
+    uneven = _with(
+        config,
+        "uneven",
+        training={"batch_size": 7, "micro_batch_size": 1},
+        parallel={"strategy": "fully_sharded"},
+    )
+    rank_pool(3).run(_train, uneven)
+    np.testing.assert_allclose(_losses(uneven), _losses(even), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
+def test_a_run_that_goes_on_is_equal_to_the_bit(
+    config: RunConfig, rank_pool: Pools, strategy: str
+) -> None:
+    whole = _with(config, "whole", parallel={"strategy": strategy})
+    rank_pool(2).run(_train, whole)
+    again = _with(config, "again", parallel={"strategy": strategy})
+    rank_pool(2).run(_train, again)
+    for checkpoint in sorted((pathlib.Path(again.out) / "checkpoints").iterdir())[1:]:
+        for file in checkpoint.iterdir():
+            file.unlink()
+        checkpoint.rmdir()  # As if it had been killed after the first.
+    rank_pool(2).run(_train, again)
+    assert _losses(again) == _losses(whole)
+    files = sorted(
+        (pathlib.Path(whole.out) / "checkpoints" / "step-00000006").glob("*.safetensors")
+    )
+    assert files
+    for file in files:
+        twin = pathlib.Path(again.out) / "checkpoints" / file.parent.name / file.name
+        assert twin.read_bytes() == file.read_bytes()
+
+
+def test_other_ranks_and_strategies_go_on(
+    config: RunConfig, rank_pool: Pools, alone: list[float]
+) -> None:
+    moved = _with(config, "moved", training={"steps": 2}, schedule={"name": "constant"})
+    expected = _with(config, "expected", schedule={"name": "constant"})
+    rank_pool(1).run(_train, expected)
+    rank_pool(2).run(_train, moved)
+    for ranks, strategy, steps in ((3, "sharded", 4), (2, "fully_sharded", 5), (1, "bucketed", 6)):
+        moved = dataclasses.replace(
+            moved,
+            parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+            training=dataclasses.replace(moved.training, steps=steps),
+        )
+        rank_pool(ranks).run(_train, moved)
+    np.testing.assert_allclose(_losses(moved), _losses(expected), rtol=1e-5)
+
+
+def test_muon_and_adamw_go_on_together(config: RunConfig, rank_pool: Pools) -> None:
+    both = _with(config, "muon", optimizer={"name": "muon"}, training={"steps": 4})
+    rank_pool(2).run(_train, both)
+    rank_pool(2).run(_train, dataclasses.replace(both, training=config.training))
+    whole = _with(config, "muon-whole", optimizer={"name": "muon"})
+    rank_pool(2).run(_train, whole)
+    assert len(_losses(both)) == STEPS
+    assert _losses(both)[:2] == _losses(whole)[:2]
+
+
+def test_held_out_loss_does_not_depend_on_ranks(
+    config: RunConfig, rank_pool: Pools, tmp_path: pathlib.Path
+) -> None:
+    held_out = tmp_path / "held-out"
+    storage = open_storage(held_out)
+    write_dataset(held_out, random_documents(900, seed=1), split="heldout", shard_tokens=1000)
+    splits = read_manifest(storage).splits
+    write_dataset(held_out, random_documents(3000), split="train", shard_tokens=1000)
+    manifest = read_manifest(storage)
+    manifest = msgspec.structs.replace(manifest, splits={**splits, **manifest.splits})
+    storage.write(MANIFEST, encode_manifest(manifest))
+    found = []
+    for ranks in (1, 3):
+        evaluated = _with(
+            config,
+            f"evaluated-{ranks}",
+            data={"sources": (SourceConfig(place=str(held_out)),)},
+            evaluation={"sequences": 10, "every_steps": 4},
+            training={"micro_batch_size": 3},
+        )
+        rank_pool(ranks).run(_train, evaluated)
+        rows = MetricsFile(pathlib.Path(evaluated.out) / "metrics.jsonl").read()
+        found.append([row.loss for row in rows if isinstance(row, EvaluationRow)])
+    assert len(found[0]) == 2
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_what_cannot_be_trained_is_named(config: RunConfig, rank_pool: Pools) -> None:
+    with pytest.raises(RankError, match="model.vocab_size to 256"):
+        rank_pool(2).run(_train, _with(config, "small", model={"vocab_size": 100}))
+    with pytest.raises(RankError, match="muon needs whole matrices"):
+        rank_pool(2).run(
+            _train,
+            _with(
+                config, "split", optimizer={"name": "muon"}, parallel={"strategy": "fully_sharded"}
+            ),
+        )
+    with pytest.raises(RankError, match="no rank has stepped"):
+        rank_pool(2).run(_train, _with(config, "diverged", optimizer={"learning_rate": 1e30}))
