@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 import paceline
-from paceline.cli import bench, calibrate, environment, lab, plan, profile, report, scaling
+from paceline.cli import bench, calibrate, data, environment, lab, plan, profile, report, scaling
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = (
@@ -30,6 +30,7 @@ Verb = (
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
+    | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
@@ -92,6 +93,6 @@ def _missing(package: str) -> str:
     if package == "torch":
         return (
             "torch is not installed, and this verb computes with it; pip install torch, without a "
-            "GPU its CPU build; plan, scaling, report and lab work without it"
+            "GPU its CPU build; plan, scaling, data, report and lab work without it"
         )
     return f"the package {package} is not installed; pip install {package}"

@@ -170,6 +170,16 @@ def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: bar.update(task, completed=num_bytes)
 
 
+@contextlib.contextmanager
+def transfer_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows bytes done of all, rate and time left, on a terminal; yields what to tell both."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    with _bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _bar(*columns: "ProgressColumn", is_shown: bool = True) -> "Progress":
     """Returns a bar with these columns, which only a terminal shows."""
     from rich.progress import BarColumn, Progress, TextColumn

@@ -33,6 +33,10 @@ class RecordError(PacelineError):
     """A record store that cannot be read or written, naming file, line and field."""
 
 
+class DataError(PacelineError):
+    """Training data that cannot be read, prepared or trusted, naming the file or shard."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a question that names the known names most like an unknown one; empty if none is."""
     by_lower_case = {each.lower(): each for each in known}

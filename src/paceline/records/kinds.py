@@ -130,6 +130,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # What one rank of many pays before the first step.
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
+    # Reading training data, beside another way to do it where there is a baseline.
+    "data_loader": (
+        ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),
+        ("baseline", "rounds", "first_sample"),
+    ),
     # One check of the acceptance run on GPUs.
     "check": (("name", "world_size", "backend", *_PLACE), ()),
     # What became of a command that was to measure something for a report.

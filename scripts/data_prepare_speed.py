@@ -1,0 +1,161 @@
+"""Records how fast documents become shards, beside a bare loop of the tokenizers package.
+
+The bare loop holds all text in memory and asks for token ids, one thread, nothing else. Prepare
+reads, hashes, tokenizes, looks for duplicates and writes shards with digests. All ways run in turn,
+round after round, so that whatever else the machine does falls on all. Writes one comparison
+record per way to a store:
+
+    python scripts/data_prepare_speed.py corpus/ --tokenizer tokenizer.json \
+        --store results/data-prepare.jsonl --rounds 5 --ray
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+from paceline.core.units import MB, MIB
+from paceline.data.prepare.config import PrepareConfig
+from paceline.data.prepare.inputs import reading_options
+from paceline.data.prepare.pieces import plan_pieces
+from paceline.data.prepare.run import prepare
+from paceline.data.sources.documents import Document
+from paceline.data.sources.files import find_files
+from paceline.data.sources.read import read_span
+from paceline.data.tokenizer import load_tokenizer, one_thread
+from paceline.records import Metric, Record, RecordStore, capture_environment
+from paceline.records.environment import processor_name
+
+_BARE = "bare tokenizers loop"
+_ONE = "prepare, 1 worker"
+_TWO = "prepare, 2 workers"
+_RAY = "prepare, ray, 2 workers"
+
+
+def main() -> None:
+    """Measures, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("source", nargs="+")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--store", type=pathlib.Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ray", action="store_true", help="also on a Ray cluster of this machine")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = PrepareConfig(
+            sources=tuple(arguments.source),
+            tokenizer=arguments.tokenizer,
+            out=f"{folder}/out",
+            workers=1,
+        )
+        batches, num_bytes = _batches(config)
+        print(f"{num_bytes / MB:.1f} MB in {sum(map(len, batches)):,} documents")
+        start_s = 0.0
+        ways: dict[str, Callable[[], float]] = {
+            _BARE: lambda: _bare(config, batches),
+            _ONE: lambda: _prepared(config),
+            _TWO: lambda: _prepared(dataclasses.replace(config, workers=2)),
+        }
+        if arguments.ray:
+            start_s = _start_ray()
+            spread = dataclasses.replace(config, engine="ray", workers=2)
+            ways[_RAY] = lambda: _prepared(spread)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(arguments.rounds + 1):
+            for name, run in ways.items():
+                elapsed_s = run()
+                if number:  # The first round warms up.
+                    seconds[name].append(elapsed_s)
+    store = RecordStore(arguments.store)
+    for name, baseline in ((_ONE, _BARE), (_TWO, _ONE), (_RAY, _TWO)):
+        if name in seconds:
+            more = {"start_s": Metric(value=start_s)} if name == _RAY else {}
+            store.append(_record(name, baseline, seconds, num_bytes, more))
+    for name, samples in seconds.items():
+        print(f"{name}: {num_bytes / MB / statistics.median(samples):.2f} MB/s")
+
+
+def _batches(config: PrepareConfig) -> tuple[list[list[str]], int]:
+    """Returns all texts in batches of about a MiB, and their bytes."""
+    reading = reading_options(config)
+    batches: list[list[str]] = [[]]
+    size = num_bytes = 0
+    for piece in plan_pieces(find_files(config.sources).files, reading):
+        for span in piece.spans:
+            for found in read_span(span, reading):
+                if isinstance(found, Document):
+                    batches[-1].append(found.text)
+                    size += len(found.text)
+                    num_bytes += len(found.text.encode())
+                if size >= MIB:
+                    batches.append([])
+                    size = 0
+    return batches, num_bytes
+
+
+def _bare(config: PrepareConfig, batches: list[list[str]]) -> float:
+    inner = load_tokenizer(config.tokenizer)._inner
+    with one_thread():
+        began = time.perf_counter()
+        for batch in batches:
+            for encoding in inner.encode_batch_fast(batch, add_special_tokens=False):
+                _ = encoding.ids
+        return time.perf_counter() - began
+
+
+def _prepared(config: PrepareConfig) -> float:
+    shutil.rmtree(config.out, ignore_errors=True)
+    began = time.perf_counter()
+    prepare(config)
+    return time.perf_counter() - began
+
+
+def _start_ray() -> float:
+    """Starts a cluster for all rounds; returns the seconds that it took."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    began = time.perf_counter()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    return time.perf_counter() - began
+
+
+def _record(
+    name: str,
+    baseline: str,
+    seconds: dict[str, list[float]],
+    num_bytes: int,
+    more: dict[str, Metric],
+) -> Record:
+    ratios = [ours / base for ours, base in zip(seconds[name], seconds[baseline], strict=True)]
+    return Record(
+        kind="comparison",
+        case={
+            "subject": name,
+            "baseline": baseline,
+            "device": "cpu",
+            "hardware": processor_name(),
+            "threads": 1,
+            "size_bytes": num_bytes,
+            "rounds": len(ratios),
+        },
+        environment=capture_environment(),
+        metrics={
+            "time_ratio": Metric.from_samples(ratios),
+            "mb_per_s": Metric.from_samples([num_bytes / MB / each for each in seconds[name]]),
+            "baseline_mb_per_s": Metric.from_samples(
+                [num_bytes / MB / each for each in seconds[baseline]]
+            ),
+            **more,
+        },
+        outcome="ok",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""``paceline data``: from text files to token shards, and a look at them."""
+
+import dataclasses
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    print_json,
+    require_figure,
+    say,
+    stdout_console,
+    transfer_progress,
+)
+from paceline.core.errors import UsageError
+from paceline.data.prepare.config import PrepareConfig, TokenizerConfig
+
+if TYPE_CHECKING:
+    from paceline.data.format.manifest import Manifest
+    from paceline.data.storage import Storage
+
+_Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
+_EXCERPT_TOKENS = 48
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerCommand:
+    """Train a byte-level BPE on the documents of some files."""
+
+    config: Flat[TokenizerConfig]
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Trains, writes tokenizer.json, prints its size."""
+        from paceline.data.prepare.train import train_tokenizer
+
+        with transfer_progress("reading") as progress:
+            tokenizer = train_tokenizer(self.config, progress)
+        if self.output.json:
+            print_json({"out": self.config.out, "vocab_size": tokenizer.vocab_size})
+        else:
+            sys.stdout.write(f"{self.config.out}: {tokenizer.vocab_size:,} tokens\n")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareCommand:
+    """Turn documents into shards of tokens; after a crash, run the same command again."""
+
+    config: Flat[PrepareConfig]
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Prepares, and prints what came of it."""
+        from paceline.data.prepare.run import prepare
+
+        with transfer_progress("preparing") as progress:
+            manifest = prepare(self.config, progress)
+        if self.output.json:
+            print_json(manifest_summary(manifest, self.config.out))
+        else:
+            _print_summary(manifest, self.config.out)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write a split in Megatron's format, PREFIX.bin and PREFIX.idx."""
+
+    place: _Place
+    """The prepared dataset."""
+    out: pathlib.Path
+    """PREFIX of the two files."""
+    split: Literal["train", "heldout"] = "train"
+    """Split to write."""
+    output: OutputOptions
+
+    def run(self) -> int:
+        """Writes the two files, and prints their names."""
+        from paceline.data.format.manifest import read_manifest
+        from paceline.data.megatron import write_megatron
+        from paceline.data.storage import open_storage
+
+        storage = open_storage(self.place)
+        write_megatron(storage, read_manifest(storage), self.split, self.out)
+        written = [f"{self.out}.bin", f"{self.out}.idx"]
+        if self.output.json:
+            print_json({"written": written})
+        else:
+            sys.stdout.writelines(f"{name}\n" for name in written)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowCommand:
+    """Show what a dataset holds: splits, sources, what was left out, beginnings of documents."""
+
+    place: _Place
+    """The prepared dataset."""
+    split: Literal["train", "heldout"] = "train"
+    """Split whose documents are shown."""
+    documents: int = 3
+    """Documents whose beginnings are printed."""
+    context: int = 2048
+    """Tokens of a training sequence, marked in the figure."""
+    figure: pathlib.Path | None = None
+    """Histogram of the lengths of documents, PNG or SVG."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        require_figure(self.figure)
+        for flag, value in (("--documents", self.documents), ("--context", self.context)):
+            if value < 1:
+                raise UsageError(f"{flag} must be at least 1")
+
+    def run(self) -> int:
+        """Prints, and draws where that is asked for."""
+        from paceline.data.format.manifest import read_manifest
+        from paceline.data.inspect.lengths import document_lengths
+        from paceline.data.storage import open_storage
+
+        storage = open_storage(self.place)
+        manifest = read_manifest(storage)
+        if self.split not in manifest.splits:
+            raise UsageError(f"{self.place} has no split {self.split!r}")
+        lengths = document_lengths(storage, manifest, self.split)
+        if self.output.json:
+            print_json({**manifest_summary(manifest, self.place), "lengths": lengths})
+        else:
+            _print_summary(manifest, self.place)
+            for text in _beginnings(storage, manifest, self.split, self.documents):
+                sys.stdout.write(f"| {text}\n")
+        if self.figure is not None:
+            from paceline.reports.plots.document_lengths import plot_document_lengths
+
+            what = f"{self.place}, {self.split}"
+            plot_document_lengths(lengths, what, self.context).savefig(self.figure)
+            say(str(self.figure))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyCommand:
+    """Read a dataset whole and compare it with the digests of its manifest."""
+
+    place: _Place
+    """The prepared dataset."""
+    output: OutputOptions
+
+    def run(self) -> int:
+        """Prints what is wrong; exits with 1 if anything is."""
+        from paceline.data.format.manifest import read_manifest
+        from paceline.data.inspect.verify import verify
+        from paceline.data.storage import open_storage
+
+        storage = open_storage(self.place)
+        manifest = read_manifest(storage)
+        num_wrong = 0
+        with transfer_progress(self.place) as progress:
+            for finding in verify(storage, manifest, progress):
+                num_wrong += 1
+                if self.output.json:
+                    print_json(finding)
+                else:
+                    sys.stdout.write(f"{finding}\n")
+        if not num_wrong and not self.output.json:
+            num_shards = sum(map(manifest.num_shards, manifest.splits))
+            sys.stdout.write(f"{self.place}: {num_shards:,} shards are intact\n")
+        return 1 if num_wrong else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataCommand:
+    """Training data: train a tokenizer, prepare shards of tokens, look at them."""
+
+    task: (
+        Annotated[TokenizerCommand, tyro.conf.subcommand("tokenizer")]
+        | Annotated[PrepareCommand, tyro.conf.subcommand("prepare")]
+        | Annotated[ShowCommand, tyro.conf.subcommand("show")]
+        | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
+        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+    )
+
+    def run(self) -> int:
+        """Does one of these."""
+        return self.task.run()
+
+
+def manifest_summary(manifest: "Manifest", place: str) -> dict[str, object]:
+    """Returns what a program wants to know of a dataset, without its list of shards."""
+    return {
+        "place": place,
+        "fingerprint": manifest.fingerprint,
+        "dtype": manifest.dtype,
+        "vocab_size": manifest.vocab_size,
+        "shard_tokens": manifest.shard_tokens,
+        "num_files": len(manifest.sources),
+        "num_source_bytes": manifest.num_source_bytes,
+        "dropped": manifest.dropped,
+        "splits": {
+            name: {
+                "num_shards": manifest.num_shards(name),
+                "num_documents": split.num_documents,
+                "num_tokens": split.num_tokens,
+            }
+            for name, split in manifest.splits.items()
+        },
+    }
+
+
+def _print_summary(manifest: "Manifest", place: str) -> None:
+    from paceline.reports.tables.dataset import dropped_table, splits_table
+
+    console = stdout_console()
+    console.print(splits_table(manifest, place))
+    if manifest.dropped:
+        console.print(dropped_table(manifest))
+
+
+def _beginnings(
+    storage: "Storage", manifest: "Manifest", split: Literal["train", "heldout"], number: int
+) -> list[str]:
+    from paceline.data.format.manifest import TOKENIZER
+    from paceline.data.inspect.excerpts import document_beginnings
+    from paceline.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(storage.read(TOKENIZER).decode())
+    beginnings = document_beginnings(storage, manifest, split, number, _EXCERPT_TOKENS)
+    return [" ".join(tokenizer.decode(tokens).split()) for tokens in beginnings]

@@ -1,0 +1,1 @@
+"""Looking at a prepared dataset: is it intact, and what is in it."""

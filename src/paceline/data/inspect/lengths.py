@@ -1,0 +1,50 @@
+"""How long the documents of a split are, counted in powers of two without holding them."""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.data.format.manifest import Manifest, SplitName, documents_name
+from paceline.data.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentLengths:
+    """A histogram of documents by their tokens, the one that ends each included."""
+
+    counts: tuple[int, ...]
+    """Documents of 1, 2 to 3, 4 to 7, ... tokens."""
+    num_documents: int
+    num_tokens: int
+    longest: int
+
+    @property
+    def median_bin(self) -> int:
+        """The place in `counts` that holds the median document."""
+        below = np.cumsum(self.counts)
+        return int(np.searchsorted(below, (self.num_documents + 1) // 2))
+
+
+def document_lengths(
+    storage: Storage, manifest: Manifest, split: SplitName, max_shards: int | None = None
+) -> DocumentLengths:
+    """Counts the documents of a split's first shards, of all of them unless told how many."""
+    counts = np.zeros(64, np.int64)
+    begun = num_tokens = longest = 0
+    num_shards = manifest.num_shards(split)
+    for shard in range(num_shards if max_shards is None else min(max_shards, num_shards)):
+        ends = np.frombuffer(storage.read(documents_name(split, shard)), "<u4").astype(np.int64)
+        # The first document of a shard may have begun in one before.
+        lengths = np.diff(ends, prepend=-begun)
+        begun = (begun if not ends.size else -int(ends[-1])) + manifest.shard_tokens
+        if lengths.size:
+            np.add.at(counts, np.log2(lengths).astype(np.int64), 1)
+            num_tokens += int(lengths.sum())
+            longest = max(longest, int(lengths.max()))
+    used = np.trim_zeros(counts, "b")
+    return DocumentLengths(
+        counts=tuple(used.tolist()),
+        num_documents=int(counts.sum()),
+        num_tokens=num_tokens,
+        longest=longest,
+    )

@@ -1,0 +1,109 @@
+"""Whether a prepared dataset holds what its manifest says, read in parts of bounded size."""
+
+from collections.abc import Callable, Iterator
+
+import blake3
+import numpy as np
+
+from paceline.core.finding import Finding
+from paceline.data.format.manifest import (
+    TOKENIZER,
+    Manifest,
+    ShardEntry,
+    SplitName,
+    documents_name,
+    tokens_name,
+)
+from paceline.data.storage import Storage
+
+_PART_BYTES = 2**24
+_REMEDY = "prepare the dataset again, or bring the file back from a copy"
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that were read, and all there are."""
+
+
+def verify(
+    storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None
+) -> Iterator[Finding]:
+    """Yields what is wrong with a dataset; nothing if all is as its manifest says."""
+    sizes = storage.sizes()
+    expected = {
+        name: size for split in manifest.splits for name, size in _expected_sizes(manifest, split)
+    }
+    total, done = sum(expected.values()), 0
+    if sizes.get(TOKENIZER) is None:
+        yield _finding("missing", storage, TOKENIZER, "is missing")
+    elif blake3.blake3(storage.read(TOKENIZER)).hexdigest() != manifest.tokenizer_blake3:
+        yield _finding("digest", storage, TOKENIZER, "is not the tokenizer of this dataset")
+    for split, contents in manifest.splits.items():
+        for shard, entry in enumerate(contents.shard_entries()):
+            names = documents_name(split, shard), tokens_name(split, shard)
+            wrong = list(_wrong_sizes(storage, names, sizes, expected))
+            yield from wrong or _verify_shard(storage, manifest, names, entry)
+            done += sum(expected[name] for name in names)
+            progress(done, total)
+    for name in sorted(sizes.keys() - expected.keys()):
+        if name.partition("/")[0] in manifest.splits:
+            yield _finding("unexpected", storage, name, "is not in the manifest", "remove it")
+
+
+def _expected_sizes(manifest: Manifest, split: SplitName) -> Iterator[tuple[str, int]]:
+    for shard, entry in enumerate(manifest.splits[split].shard_entries()):
+        yield tokens_name(split, shard), entry.num_tokens * manifest.token_bytes
+        yield documents_name(split, shard), entry.num_documents * 4
+
+
+def _wrong_sizes(
+    storage: Storage, names: tuple[str, ...], sizes: dict[str, int], expected: dict[str, int]
+) -> Iterator[Finding]:
+    for name in names:
+        if name not in sizes:
+            yield _finding("missing", storage, name, "is missing")
+        elif sizes[name] != expected[name]:
+            what = f"has {sizes[name]:,} bytes instead of {expected[name]:,}"
+            yield _finding("size", storage, name, what)
+
+
+def _verify_shard(
+    storage: Storage, manifest: Manifest, names: tuple[str, str], entry: ShardEntry
+) -> Iterator[Finding]:
+    """Yields what is wrong with the contents of a shard whose files have the right size."""
+    documents, tokens = names
+    content = storage.read(documents)
+    if blake3.blake3(content).hexdigest() != entry.documents_blake3:
+        yield _finding("digest", storage, documents, "has other bytes than when it was made")
+        return
+    ends = np.frombuffer(content, "<u4").astype(np.int64)
+    if np.any(np.diff(ends, prepend=0) < 1) or np.any(ends > entry.num_tokens):
+        yield _finding("documents", storage, documents, "has documents that end before they begin")
+        return
+    digest = blake3.blake3()
+    largest, num_open = -1, 0
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    for start, content in _parts(storage, tokens, entry.num_tokens, dtype.itemsize):
+        digest.update(content)
+        part = np.frombuffer(content, dtype)
+        largest = max(largest, int(part.max()))
+        inside = ends[(ends > start) & (ends <= start + len(part))] - start
+        num_open += int(np.count_nonzero(part[inside - 1] != manifest.end_of_document))
+    if digest.hexdigest() != entry.tokens_blake3:
+        yield _finding("digest", storage, tokens, "has other bytes than when it was made")
+    elif largest >= manifest.vocab_size:
+        what = f"has the token {largest}, beyond the vocabulary of {manifest.vocab_size:,}"
+        yield _finding("vocabulary", storage, tokens, what)
+    elif num_open:
+        what = f"has {num_open:,} documents without the token that ends them"
+        yield _finding("documents", storage, tokens, what)
+
+
+def _parts(storage: Storage, name: str, num_tokens: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yields a shard's tokens, of `size` bytes each, in parts with the place of their first."""
+    step = _PART_BYTES // size
+    for start in range(0, num_tokens, step):
+        end = min(start + step, num_tokens)
+        yield start, storage.read_range(name, start * size, end * size)
+
+
+def _finding(kind: str, storage: Storage, name: str, what: str, remedy: str = _REMEDY) -> Finding:
+    return Finding(name=kind, message=f"{storage.url}/{name} {what}", remedy=remedy)

@@ -1,0 +1,1 @@
+"""From shards to batches: memory-mapped, prefetched, resumable at any world size."""

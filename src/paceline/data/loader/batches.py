@@ -1,0 +1,176 @@
+"""The batch at any position of a run's stream, as a pure function of config and position.
+
+Nothing here remembers what was read before. `TokenLoader` walks over the positions in order, but
+ranks, workers, a resumed run or an audit may ask for any of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import UsageError
+from paceline.data.loader.config import LoaderConfig
+from paceline.data.loader.sources import open_sources, sources_digest
+from paceline.data.sampling.audit import AuditRow, audit_row, samples_digest
+from paceline.data.sampling.mixture import share_slots
+from paceline.data.sampling.permutation import IndexArray
+from paceline.data.sampling.stream import SampleStream
+
+TokenRows = npt.NDArray[np.int64]
+Allocate = Callable[[tuple[int, int]], TokenRows]
+"""Makes the array that a batch's tokens are read to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences of one rank in one step."""
+
+    rows: TokenRows
+    """A sequence's context and its last target in each row."""
+    positions: npt.NDArray[np.int64] | None = None
+    """Of each token in its document, or in the part of it that this sequence has."""
+    document_ids: npt.NDArray[np.int64] | None = None
+    """Of each token, counted from 0 in each sequence: attention within documents compares them."""
+    step: int
+    """The step of the run."""
+    first_sample: int
+    """The first position of the stream that this batch holds."""
+    digest: int | None = None
+    """Of its samples; the digests of the ranks of a step add up to the step's, modulo 2^64."""
+
+    @property
+    def tokens(self) -> TokenRows:
+        """What the model is fed."""
+        return self.rows[:, :-1]
+
+    @property
+    def targets(self) -> TokenRows:
+        """What it should predict: the tokens, one place on."""
+        return self.rows[:, 1:]
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences in this batch."""
+        return len(self.rows)
+
+    @property
+    def audit_row(self) -> AuditRow:
+        """The row of this batch in an audit trail."""
+        if self.digest is None:
+            raise UsageError(
+                "this batch has no digest to audit; set digests in the loader's config"
+            )
+        return audit_row(self.step, self.first_sample, self.num_samples, self.digest)
+
+
+class BatchReader:
+    """Reads any samples of a run's stream.
+
+    Args:
+        config: The datasets and their order.
+        allocate: Makes the arrays of tokens; NumPy's by default.
+    """
+
+    def __init__(self, config: LoaderConfig, *, allocate: Allocate | None = None) -> None:
+        self.config = config
+        self._allocate = allocate or _allocate
+        self._sources = open_sources(config)
+        weights = [source.weight for source in config.sources]
+        self._stream = SampleStream(
+            self.num_samples, weights=weights, seed=config.seed, window=config.window
+        )
+        shares = share_slots(weights).astype("<i8").tobytes()
+        self.identity: dict[str, str | int | None] = {
+            "datasets": sources_digest(self._sources),
+            "split": config.split,
+            "mixture": blake3.blake3(shares).hexdigest(16),
+            "context_length": config.context_length,
+            "seed": config.seed,
+            "window": config.window,
+        }
+
+    @property
+    def num_samples(self) -> list[int]:
+        """Samples in an epoch of each source."""
+        return [source.samples.num_samples for source in self._sources]
+
+    def locate(self, positions: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Returns the source and the sample at each position of the stream."""
+        return self._stream.locate(positions)
+
+    def fetch_ahead(self, sources: IndexArray, samples: IndexArray) -> None:
+        """Begins to fetch the shards of samples, if they are not local."""
+        for number, source in enumerate(self._sources):
+            source.fetch_ahead(samples[sources == number])
+
+    def read(
+        self,
+        positions: IndexArray,
+        located: tuple[IndexArray, IndexArray] | None = None,
+        *,
+        step: int = 0,
+    ) -> Batch:
+        """Returns the samples at consecutive `positions`.
+
+        Args:
+            positions: Places in the stream.
+            located: What `locate` gave for them, if it was asked before.
+            step: The step that the batch is for.
+        """
+        sources, samples = located or self.locate(positions)
+        rows = self._read_rows(sources, samples)
+        starts = (
+            self._document_starts(sources, samples) if self.config.document_boundaries else None
+        )
+        return Batch(
+            rows=rows,
+            positions=None if starts is None else document_positions(starts),
+            document_ids=None if starts is None else np.cumsum(starts, axis=1),
+            step=step,
+            first_sample=int(positions[0]),
+            digest=samples_digest(positions, sources, rows) if self.config.digests else None,
+        )
+
+    def digest(self, first_sample: int, num_samples: int) -> int:
+        """Returns the digest of a range of the stream, for `check_audit`."""
+        total, end = 0, first_sample + num_samples
+        for first in range(first_sample, end, self.config.batch_size):
+            positions = np.arange(first, min(first + self.config.batch_size, end))
+            sources, samples = self.locate(positions)
+            total += samples_digest(positions, sources, self._read_rows(sources, samples))
+        return total % 2**64
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        for source in self._sources:
+            source.close()
+
+    def _read_rows(self, sources: IndexArray, samples: IndexArray) -> TokenRows:
+        rows = self._allocate((len(samples), self.config.context_length + 1))
+        if len(self._sources) == 1:
+            self._sources[0].samples.read(samples, rows)
+            return rows
+        for number, source in enumerate(self._sources):
+            here = np.flatnonzero(sources == number)
+            source.samples.read(samples[here], (rows[index] for index in here.tolist()))
+        return rows
+
+    def _document_starts(self, sources: IndexArray, samples: IndexArray) -> npt.NDArray[np.bool_]:
+        starts = np.empty((len(samples), self.config.context_length), dtype=np.bool_)
+        for number, source in enumerate(self._sources):
+            is_here = sources == number
+            starts[is_here] = source.samples.document_starts(samples[is_here])
+        return starts
+
+
+def _allocate(shape: tuple[int, int]) -> TokenRows:
+    return np.empty(shape, dtype=np.int64)
+
+
+def document_positions(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Returns each token's distance from the last start of a document, or of its row."""
+    indices = np.arange(starts.shape[1])
+    return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)

@@ -1,0 +1,154 @@
+"""Batches of a run, in order, for one of its ranks; resumable anywhere, at any world size.
+
+The state is where the stream was left, in samples of all ranks together, and what the stream is
+made of. It does not know ranks, batch sizes or what was read ahead, and is a few hundred bytes
+whatever the size of the dataset.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.data.loader.batches import Allocate, Batch, BatchReader
+from paceline.data.loader.config import LoaderConfig
+from paceline.data.loader.prefetch import Prefetcher
+from paceline.data.sampling.permutation import IndexArray
+from paceline.data.sampling.stream import rank_range
+
+_SCHEMA = 1
+_SAMPLES_LOCATED_AT_ONCE = 4096
+"""Locating a few samples takes as long as locating thousands; so far ahead, shards are fetched."""
+
+
+class TokenLoader:
+    """An endless iterator over the batches of one rank.
+
+    Args:
+        config: The datasets, their order and the batch.
+        rank: This process among those that share each batch.
+        world_size: How many there are.
+        allocate: Makes the arrays of tokens; NumPy's by default.
+        every: Gives every n-th batch only, for workers that take turns.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        allocate: Allocate | None = None,
+        every: int = 1,
+    ) -> None:
+        rank_range(0, config.batch_size, rank, world_size)  # Refuses what cannot be.
+        self.config = config
+        self._rank, self._world_size = rank, world_size
+        self._every = every
+        self.reader = BatchReader(config, allocate=allocate)
+        self._consumed_samples = 0
+        self._step = 0
+        self._batches: Prefetcher[Batch] | Iterator[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            batches = _read_batches(
+                self.reader,
+                range(*rank_range(0, self.config.batch_size, self._rank, self._world_size)),
+                first_sample=self._consumed_samples,
+                step=self._step,
+                every=self._every,
+            )
+            depth = self.config.prefetch
+            self._batches = Prefetcher(batches, depth) if depth else batches
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self._end_batches()  # Asked again, it reads the same batch: a failure may be passing.
+            raise
+        self._step = batch.step + self._every
+        self._consumed_samples += self._every * self.config.batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the stream was left, after the batches that were taken."""
+        return {
+            "schema": _SCHEMA,
+            "consumed_samples": self._consumed_samples,
+            "step": self._step,
+            **self.reader.identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another loader was left, of any world size and batch size."""
+        self._end_batches()
+        if state.get("schema") != _SCHEMA:
+            raise DataError(
+                f"the loader's state has schema {state.get('schema')}, this version reads {_SCHEMA}"
+            )
+        for name, own in self.reader.identity.items():
+            if state.get(name) != own:
+                raise DataError(
+                    f"cannot resume: {name} was {state.get(name)!r} and is {own!r} now, which is "
+                    "another order of samples; start anew or set it back"
+                )
+        self._consumed_samples = state["consumed_samples"]
+        self._step = state["step"]
+
+    def skip(self, num_batches: int) -> None:
+        """Leaves out the next batches, without reading them."""
+        self._end_batches()
+        self._consumed_samples += num_batches * self.config.batch_size
+        self._step += num_batches
+
+    def close(self) -> None:
+        """Ends the prefetching thread and lets go of all files."""
+        self._end_batches()
+        self.reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _end_batches(self) -> None:
+        if isinstance(self._batches, Prefetcher):
+            self._batches.close()
+        self._batches = None
+
+
+def _read_batches(
+    reader: BatchReader, own: range, *, first_sample: int, step: int, every: int
+) -> Iterator[Batch]:
+    """Yields a rank's batches; `own` are its positions among those of a step."""
+    # Not a method: the thread that runs it must not keep the loader alive.
+    num_steps = max(1, _SAMPLES_LOCATED_AT_ONCE // len(own))
+    stride = every * reader.config.batch_size
+    offsets = np.arange(num_steps)[:, None] * stride + np.arange(own.start, own.stop)
+
+    def locate(number: int) -> tuple[IndexArray, tuple[IndexArray, IndexArray]]:
+        positions = (offsets + (first_sample + number * num_steps * stride)).ravel()
+        located = reader.locate(positions)
+        reader.fetch_ahead(*located)
+        return positions, located
+
+    following = locate(0)
+    for number in itertools.count(1):
+        positions, (sources, samples) = following
+        following = locate(number)
+        for begin in range(0, len(positions), len(own)):
+            part = slice(begin, begin + len(own))
+            yield reader.read(positions[part], (sources[part], samples[part]), step=step)
+            step += every

@@ -1,0 +1,151 @@
+"""What a tokenized piece consists of: blocks of documents, small enough to hold in memory.
+
+A block has the tokens of its documents by split, in order; a row per document; and the hashes of
+its documents, sorted as numbers, with an index by their highest byte, so that a search for
+duplicates reads only its share of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.format.manifest import SPLITS, Dropped, SplitName
+from paceline.data.prepare.job import Job, block_name, block_tokens
+
+BLOCK_TOKENS = 2**24
+BLOCK_DOCUMENTS = 2**20
+MOST_EXAMPLES = 5
+NUM_BUCKETS = 256
+"""Values of a hash's highest byte."""
+
+DOCUMENT = np.dtype(
+    [("hash", "<u8", 2), ("place", "<u8"), ("num_tokens", "<u4"), ("num_bytes", "<u4")]
+)
+"""A document's row: its hash, the number of its span (16 bits) and its place there (48 bits)."""
+HASH = np.dtype([("hash", "<u8", 2), ("index", "<u4")])
+_PLACE_BITS = 48
+
+Rows = npt.NDArray[Any]
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is in a block."""
+
+    num_documents: dict[SplitName, int]
+    num_tokens: dict[SplitName, int]
+    num_bytes: int
+    """Bytes of its documents before they became tokens."""
+
+
+class PieceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is in a piece; also the marker that it is finished."""
+
+    blocks: tuple[BlockCounts, ...]
+    dropped: dict[str, Dropped]
+
+
+class BlockFiles(NamedTuple):
+    """Reads the files of one block."""
+
+    job: Job
+    piece_id: str
+    block: int
+
+    def rows(self) -> Rows:
+        """Returns its documents' rows."""
+        return np.frombuffer(self._read("documents"), DOCUMENT)
+
+    def hashes(self, first_bucket: int, end_bucket: int) -> Rows:
+        """Returns the sorted hashes whose highest byte is in a range."""
+        name = block_name(self.piece_id, self.block, "hashes")
+        storage = self.job.storage()
+        index_bytes = 4 * (NUM_BUCKETS + 1)
+        index = np.frombuffer(storage.read_range(name, 0, index_bytes), "<u4")
+        start, end = int(index[first_bucket]), int(index[end_bucket])
+        if start == end:
+            return np.empty(0, HASH)
+        start, end = (index_bytes + each * HASH.itemsize for each in (start, end))
+        return np.frombuffer(storage.read_range(name, start, end), HASH)
+
+    def tokens(self, split: SplitName) -> npt.NDArray[np.unsignedinteger]:
+        """Returns the tokens of its documents of a split."""
+        content = self._read(block_tokens(split))
+        return np.frombuffer(content, self.job.tokenizer().dtype)
+
+    def _read(self, what: str) -> bytes:
+        return self.job.storage().read(block_name(self.piece_id, self.block, what))
+
+
+def write_block(
+    job: Job,
+    piece_id: str,
+    block: int,
+    rows: Rows,
+    tokens: Mapping[SplitName, list[npt.NDArray[np.unsignedinteger]]],
+) -> BlockCounts:
+    """Writes the files of a block."""
+    storage = job.storage()
+    heldout = is_heldout(rows, job)
+    num_documents: dict[SplitName, int] = {
+        "train": int(np.count_nonzero(~heldout)),
+        "heldout": int(np.count_nonzero(heldout)),
+    }
+    num_tokens: dict[SplitName, int] = {}
+    for split in SPLITS:
+        joined = np.concatenate(tokens[split]) if tokens[split] else np.empty(0, np.uint16)
+        num_tokens[split] = len(joined)
+        if len(joined):
+            storage.write(
+                block_name(piece_id, block, block_tokens(split)), joined.view(np.uint8).data
+            )
+    storage.write(block_name(piece_id, block, "documents"), rows.tobytes())
+    storage.write(block_name(piece_id, block, "hashes"), _sorted_hashes(rows))
+    return BlockCounts(
+        num_documents=num_documents,
+        num_tokens=num_tokens,
+        num_bytes=int(rows["num_bytes"].sum(dtype=np.int64)),
+    )
+
+
+def is_heldout(rows: Rows, job: Job) -> npt.NDArray[np.bool_]:
+    """Returns which documents are held out: their hashes alone decide."""
+    return np.asarray(rows["hash"][:, 0] < np.uint64(job.heldout_below))
+
+
+def pack_place(span: int, place: int) -> int:
+    """Returns a number for the place of a document in a piece."""
+    return span << _PLACE_BITS | place
+
+
+def unpack_place(packed: int) -> tuple[int, int]:
+    """Returns the number of a span, and the place in it."""
+    return packed >> _PLACE_BITS, packed & ((1 << _PLACE_BITS) - 1)
+
+
+def merge_dropped(parts: Iterable[Mapping[str, Dropped]]) -> dict[str, Dropped]:
+    """Adds up what several tasks left out; the first examples stay."""
+    merged: dict[str, Dropped] = {}
+    for part in parts:
+        for reason, more in part.items():
+            before = merged.get(reason, Dropped(num_documents=0, num_bytes=0, examples=[]))
+            merged[reason] = Dropped(
+                num_documents=before.num_documents + more.num_documents,
+                num_bytes=before.num_bytes + more.num_bytes,
+                examples=[*before.examples, *more.examples][:MOST_EXAMPLES],
+            )
+    return dict(sorted(merged.items()))
+
+
+def _sorted_hashes(rows: Rows) -> bytes:
+    high, low = rows["hash"][:, 0], rows["hash"][:, 1]
+    order = np.lexsort((low, high))  # Stable: of equal documents the first stays the first.
+    hashes = np.empty(len(rows), HASH)
+    hashes["hash"] = rows["hash"][order]
+    hashes["index"] = order
+    buckets = (high >> np.uint64(56)).astype(np.int64)
+    index = np.zeros(NUM_BUCKETS + 1, "<u4")
+    index[1:] = np.cumsum(np.bincount(buckets, minlength=NUM_BUCKETS))
+    return index.tobytes() + hashes.tobytes()

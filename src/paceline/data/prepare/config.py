@@ -1,0 +1,110 @@
+"""What to prepare and how. Free of torch and NumPy, because the command line parses with it."""
+
+import dataclasses
+import os
+from typing import Annotated, Literal
+
+import tyro
+
+from paceline.core.errors import UsageError
+from paceline.core.units import MB, MIB
+
+Sources = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...", name="")
+]
+
+_LARGEST_UINT32 = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """How files become documents."""
+
+    sources: Sources
+    """Files, and directories to walk: text, .jsonl, .parquet, Megatron's .idx; text and .jsonl
+    also as .gz and .zst."""
+    separator: str = "<|endoftext|>"
+    r"""What stands between the documents of a text file; \n and \t are understood. A file without
+    it is one document."""
+    field: str = "text"
+    """Field of JSON Lines, or column of Parquet, that holds a document's text."""
+    max_document_bytes: int = 16 * MIB
+    """Bytes above which a document is left out. A tokenizer takes up to 150 times its memory for
+    a text without blanks."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UsageError("name at least one file or directory to read")
+        if not 1 <= self.max_document_bytes <= _LARGEST_UINT32:
+            raise UsageError(
+                f"--max-document-bytes {self.max_document_bytes} must be from 1 to "
+                f"{_LARGEST_UINT32:,}"
+            )
+
+    @property
+    def separator_bytes(self) -> bytes:
+        r"""The separator as it stands in a file; empty if there is none."""
+        return self.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(SourceConfig):
+    """Train a byte-level BPE tokenizer."""
+
+    out: str
+    """File to write, such as tokenizer.json."""
+    vocab_size: int = 32_768
+    """Tokens of the vocabulary, the end-of-document token among them."""
+    sample_bytes: int = 500 * MB
+    """About how many bytes to train on, taken evenly from all sources."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sample_bytes < 1:
+            raise UsageError(f"--sample-bytes {self.sample_bytes} must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig(SourceConfig):
+    """Make token shards of documents."""
+
+    tokenizer: str
+    """A tokenizer.json, or "bytes" for the byte vocabulary."""
+    out: str
+    """Directory, or s3://bucket/prefix, for the shards and their manifest."""
+    heldout: float = 0.01
+    """Fraction of the documents that is held out. A hash of the document decides: adding files
+    moves no document from one split to the other."""
+    end_of_document: str | None = None
+    """Token that follows every document; by default the tokenizer's <|endoftext|>, </s> or
+    alike."""
+    shard_tokens: int = 2**26
+    """Tokens per shard."""
+    engine: Literal["local", "ray"] = "local"
+    """Who runs the workers: processes of this machine, or a Ray cluster."""
+    workers: int | None = None
+    """Workers at a time; by default one per core of the machine or the cluster."""
+    ray_address: str | None = None
+    """Address of the Ray cluster; by default the one that RAY_ADDRESS names, or a new one on this
+    machine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.heldout < 1:
+            raise UsageError(f"--heldout {self.heldout} must be a fraction from 0 to below 1")
+        if not 1 <= self.shard_tokens <= _LARGEST_UINT32:
+            raise UsageError(
+                f"--shard-tokens {self.shard_tokens} must be from 1 to {_LARGEST_UINT32:,}"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers} must be at least 1")
+        if self.ray_address is not None and self.engine != "ray":
+            raise UsageError("--ray-address needs --engine ray")
+
+    @property
+    def num_local_workers(self) -> int:
+        """Processes of the local engine."""
+        if self.workers is not None:
+            return self.workers
+        has_affinity = hasattr(os, "sched_getaffinity")  # Not on every system.
+        return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -1,0 +1,195 @@
+"""Finds exact duplicates: of equal documents the first in the order of the sources stays.
+
+A partition is a range of hashes, so that equal documents always meet in one partition, and no
+partition is too large to sort in memory. What a partition finds is then turned round: a group of
+blocks gathers from all partitions which of its own documents go.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.format.manifest import SPLITS, Dropped, SplitName
+from paceline.data.prepare.blocks import (
+    DOCUMENT,
+    MOST_EXAMPLES,
+    NUM_BUCKETS,
+    Rows,
+    is_heldout,
+    unpack_place,
+)
+from paceline.data.prepare.job import Job, plan_name
+from paceline.data.prepare.table import BlockTable, read_table
+from paceline.data.sources.documents import DUPLICATE
+from paceline.data.sources.read import describe_place
+
+GROUP_BLOCKS = 256
+_PARTITION_DOCUMENTS = 2**25
+
+
+class PartitionTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of hashes to look through."""
+
+    job: Job
+    plan_id: str
+    partition: int
+    num_partitions: int
+
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        return f"duplicates, partition {self.partition} of {self.num_partitions}"
+
+
+class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks whose duplicates are gathered."""
+
+    job: Job
+    plan_id: str
+    group: int
+    num_partitions: int
+
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        return f"duplicates of block {self.group * GROUP_BLOCKS} and following"
+
+
+class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes from the blocks of a group; also the marker that it is finished."""
+
+    dropped_documents: dict[SplitName, list[int]]
+    """Documents that go, by split and block."""
+    dropped_tokens: dict[SplitName, list[int]]
+    """Their tokens, by split and block."""
+    dropped: dict[str, Dropped]
+
+
+def num_partitions(num_documents: int) -> int:
+    """Returns into how many ranges the hashes of some documents are divided."""
+    partitions = 1
+    while partitions < NUM_BUCKETS and num_documents > partitions * _PARTITION_DOCUMENTS:
+        partitions *= 2
+    return partitions
+
+
+def num_groups(num_blocks: int) -> int:
+    """Returns how many groups some blocks make."""
+    return -(-num_blocks // GROUP_BLOCKS)
+
+
+def find_duplicates(task: PartitionTask) -> None:
+    """Writes which documents of a partition go: an index by group, then block and row of each."""
+    storage = task.job.storage()
+    name = _partition_name(task.plan_id, task.partition)
+    if _exists(task.job, name):
+        return
+    table = read_table(task.job, task.plan_id)
+    buckets = NUM_BUCKETS // task.num_partitions
+    first = task.partition * buckets
+    hashes, keys = [], []
+    for block, files in enumerate(table.all_block_files(task.job)):
+        found = files.hashes(first, first + buckets)
+        hashes.append(found["hash"])
+        keys.append(np.uint64(block << 32) | found["index"].astype(np.uint64))
+    going = np.empty(0, np.uint64)
+    if hashes:
+        joined = np.concatenate(hashes)
+        # Stable, and blocks come in the order of the sources: the first of equals stays first.
+        order = np.lexsort((joined[:, 1], joined[:, 0]))
+        joined = joined[order]
+        is_repeated = np.zeros(len(joined), np.bool_)
+        is_repeated[1:] = (joined[1:] == joined[:-1]).all(axis=1)
+        going = np.sort(np.concatenate(keys)[order[is_repeated]])
+    bounds = np.arange(num_groups(table.num_blocks) + 1, dtype=np.uint64)
+    index = np.searchsorted(going, bounds * np.uint64(GROUP_BLOCKS << 32)).astype("<u8")
+    storage.write(name, index.tobytes() + going.astype("<u8").tobytes())
+
+
+def gather_duplicates(task: GroupTask) -> GroupResult:
+    """Writes which documents of a group of blocks go, and then how many they are."""
+    storage = task.job.storage()
+    marker = plan_name(task.plan_id, f"groups/{task.group:06d}.json")
+    try:
+        return msgspec.json.decode(storage.read(marker), type=GroupResult)
+    except FileNotFoundError:
+        pass
+    table = read_table(task.job, task.plan_id)
+    index_bytes = 8 * (num_groups(table.num_blocks) + 1)
+    parts = []
+    for partition in range(task.num_partitions):
+        name = _partition_name(task.plan_id, partition)
+        at = 8 * task.group
+        start, end = np.frombuffer(storage.read_range(name, at, at + 16), "<u8").tolist()
+        if start < end:
+            content = storage.read_range(name, index_bytes + 8 * start, index_bytes + 8 * end)
+            parts.append(np.frombuffer(content, "<u8"))
+    going = np.sort(np.concatenate(parts)) if parts else np.empty(0, "<u8")
+    storage.write(_group_name(task.plan_id, task.group), going.tobytes())
+    result = _count(task, table, going)
+    storage.write(marker, msgspec.json.encode(result))
+    return result
+
+
+def kept_rows(job: Job, plan_id: str, block: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    """Returns which documents of a block stay."""
+    content = job.storage().read(_group_name(plan_id, block // GROUP_BLOCKS))
+    kept = np.ones(len(rows), np.bool_)
+    kept[_of_block(np.frombuffer(content, "<u8"), block)] = False
+    return kept
+
+
+def _count(task: GroupTask, table: BlockTable, going: npt.NDArray[np.uint64]) -> GroupResult:
+    documents: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
+    tokens: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
+    num_bytes = 0
+    examples: list[str] = []
+    for block in _blocks_of(task.group, table):
+        indices = _of_block(going, block)
+        rows = np.empty(0, DOCUMENT)
+        if len(indices):
+            rows = table.block_files(task.job, block).rows()[indices]
+        heldout = is_heldout(rows, task.job)
+        for split in SPLITS:
+            chosen = rows[heldout == (split == "heldout")]
+            documents[split].append(len(chosen))
+            tokens[split].append(int(chosen["num_tokens"].sum(dtype=np.int64)))
+        num_bytes += int(rows["num_bytes"].sum(dtype=np.int64))
+        for packed in rows["place"][: MOST_EXAMPLES - len(examples)].tolist():
+            span, place = unpack_place(packed)
+            examples.append(describe_place(table.source_file(block, span), place))
+    dropped = Dropped(num_documents=len(going), num_bytes=num_bytes, examples=examples)
+    return GroupResult(
+        dropped_documents=documents,
+        dropped_tokens=tokens,
+        dropped={DUPLICATE: dropped} if len(going) else {},
+    )
+
+
+def _blocks_of(group: int, table: BlockTable) -> Iterator[int]:
+    first = group * GROUP_BLOCKS
+    yield from range(first, min(first + GROUP_BLOCKS, table.num_blocks))
+
+
+def _of_block(going: npt.NDArray[np.uint64], block: int) -> npt.NDArray[np.int64]:
+    bounds = np.array([block << 32, (block + 1) << 32], np.uint64)
+    start, end = np.searchsorted(going, bounds)
+    return (going[start:end] & np.uint64(2**32 - 1)).astype(np.int64)
+
+
+def _exists(job: Job, name: str) -> bool:
+    try:
+        job.storage().read_range(name, 0, 8)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _partition_name(plan_id: str, partition: int) -> str:
+    return plan_name(plan_id, f"partitions/{partition:03d}")
+
+
+def _group_name(plan_id: str, group: int) -> str:
+    return plan_name(plan_id, f"groups/{group:06d}")

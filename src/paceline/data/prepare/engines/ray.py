@@ -1,0 +1,89 @@
+"""A Ray cluster. Its nodes need this package and see the same files.
+
+Ray does a task again whose worker or node died. As many tasks are under way as keep every core
+busy, not all: a plan may have 65,536.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from paceline.core.errors import DataError, UsageError
+from paceline.data.prepare.engines import MOST_DEATHS, Result, TaskT
+
+_TASKS_PER_CORE = 2
+"""One that runs and one that waits, so that no core waits for the driver."""
+_CONNECT_S = 5.0
+
+
+class RayEngine:
+    """Tasks on a cluster.
+
+    Args:
+        address: Where the cluster is; None for RAY_ADDRESS, or else a new one on this machine.
+        num_workers: Tasks at a time; None for as many as the cluster has cores.
+    """
+
+    def __init__(self, address: str | None, num_workers: int | None) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "--engine ray needs the package ray; pip install 'paceline[ray]'"
+            ) from error
+        self._ray = ray
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            # Ray reports its use to its makers unless it is told not to.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            _require_answer(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        num_cores = int(ray.cluster_resources().get("CPU", 1))
+        self._most_under_way = num_workers or _TASKS_PER_CORE * num_cores
+
+    def run(
+        self, function: Callable[[TaskT], Result], tasks: Sequence[TaskT]
+    ) -> Iterator[tuple[int, Result]]:
+        """Yields each task's number and result, in the order in which they finish."""
+        ray = self._ray
+        remote = ray.remote(num_cpus=1, max_retries=MOST_DEATHS)(function)
+        under_way: dict[Any, int] = {}
+        next_task = 0
+        while next_task < len(tasks) or under_way:
+            while next_task < len(tasks) and len(under_way) < self._most_under_way:
+                under_way[remote.remote(tasks[next_task])] = next_task
+                next_task += 1
+            finished, _ = ray.wait(list(under_way), num_returns=1)
+            for reference in finished:
+                number = under_way.pop(reference)
+                yield number, self._result(reference, tasks[number].label)
+
+    def close(self) -> None:
+        """Leaves the cluster; ends it if it was started here."""
+        if self._is_ours:
+            self._ray.shutdown()
+
+    def _result(self, reference: Any, label: str) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except exceptions.RayError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise DataError(f"{label}: lost by Ray: {first_line}") from error
+
+
+def _require_answer(address: str | None) -> None:
+    """Raises if nobody listens at HOST:PORT; Ray itself would try for a minute."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdigit() or "://" in host:
+        return  # Other addresses are Ray's own to understand.
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"--ray-address {address}: no cluster answers there; `ray start --head` starts one"
+        ) from error

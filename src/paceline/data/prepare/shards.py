@@ -1,0 +1,113 @@
+"""Copies the documents that stay into shards of a fixed number of tokens.
+
+A split is the stream of its documents' tokens in the order of the sources; shard k holds the
+tokens from k times the shard's size. Its task reads the few blocks that it overlaps.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import blake3
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.format.manifest import SPLITS, ShardEntry, SplitName, documents_name, tokens_name
+from paceline.data.prepare.blocks import is_heldout
+from paceline.data.prepare.duplicates import kept_rows
+from paceline.data.prepare.job import Job, plan_name
+from paceline.data.prepare.table import read_table
+
+
+class ShardTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard to write."""
+
+    job: Job
+    plan_id: str
+    split: SplitName
+    shard: int
+    num_tokens: int
+    first_block: int
+    """The first block that it overlaps."""
+    num_skipped: int
+    """Tokens of that block that belong to earlier shards."""
+
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        return tokens_name(self.split, self.shard)
+
+
+def plan_shards(
+    job: Job, plan_id: str, kept_tokens: Mapping[SplitName, Sequence[int]]
+) -> list[ShardTask]:
+    """Returns the tasks of all shards, given how many tokens of each block stay."""
+    tasks = []
+    for split in SPLITS:
+        ends = np.cumsum(np.array(kept_tokens[split], np.int64))
+        total = int(ends[-1]) if len(ends) else 0
+        for shard, start in enumerate(range(0, total, job.shard_tokens)):
+            first_block = int(np.searchsorted(ends, start, side="right"))
+            before = int(ends[first_block - 1]) if first_block else 0
+            tasks.append(
+                ShardTask(
+                    job=job,
+                    plan_id=plan_id,
+                    split=split,
+                    shard=shard,
+                    num_tokens=min(job.shard_tokens, total - start),
+                    first_block=first_block,
+                    num_skipped=start - before,
+                )
+            )
+    return tasks
+
+
+def write_shard(task: ShardTask) -> ShardEntry:
+    """Writes a shard's tokens and document ends, and then its marker."""
+    storage = task.job.storage()
+    marker = plan_name(task.plan_id, f"shards/{task.split}-{task.shard:08d}.json")
+    try:
+        return msgspec.json.decode(storage.read(marker), type=ShardEntry)
+    except FileNotFoundError:
+        pass
+    shard_tokens = np.empty(task.num_tokens, task.job.tokenizer().dtype)
+    shard_ends = []
+    block = task.first_block
+    at = -task.num_skipped  # Where the block begins in the shard.
+    while at < task.num_tokens:
+        tokens, ends = _kept(task, block)
+        start, end = max(at, 0), min(at + len(tokens), task.num_tokens)
+        shard_tokens[start:end] = tokens[start - at : end - at]
+        ends = ends + at
+        shard_ends.append(ends[(ends > 0) & (ends <= task.num_tokens)])
+        at += len(tokens)
+        block += 1
+    documents = np.concatenate(shard_ends).astype("<u4").tobytes()
+    content = shard_tokens.view(np.uint8).data
+    storage.write(tokens_name(task.split, task.shard), content)
+    storage.write(documents_name(task.split, task.shard), documents)
+    entry = ShardEntry(
+        num_tokens=task.num_tokens,
+        num_documents=len(documents) // 4,
+        tokens_blake3=blake3.blake3(content).hexdigest(),
+        documents_blake3=blake3.blake3(documents).hexdigest(),
+    )
+    storage.write(marker, msgspec.json.encode(entry))
+    return entry
+
+
+def _kept(
+    task: ShardTask, block: int
+) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+    """Returns the tokens of a block's documents that stay, and where each of these ends."""
+    files = read_table(task.job, task.plan_id).block_files(task.job, block)
+    rows = files.rows()
+    kept = kept_rows(task.job, task.plan_id, block, rows)
+    is_here = is_heldout(rows, task.job) == (task.split == "heldout")
+    kept, lengths = kept[is_here], rows["num_tokens"][is_here].astype(np.int64)
+    if not kept.any():
+        return np.empty(0, np.uint16), np.empty(0, np.int64)
+    tokens = files.tokens(task.split)
+    if not kept.all():
+        tokens = tokens[np.repeat(kept, lengths)]
+    return tokens, np.cumsum(lengths[kept])

@@ -1,0 +1,194 @@
+"""Tokenizes one piece: documents in, blocks out, in bounded memory.
+
+A piece is named by all that decides its result: its files as they were, its ranges, the tokenizer
+and the options. So a preparation that is started again finds what is finished, even if other files
+have been added.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import blake3
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import DataError
+from paceline.core.units import MIB
+from paceline.data.format.manifest import Dropped, SplitName
+from paceline.data.prepare.blocks import (
+    BLOCK_DOCUMENTS,
+    BLOCK_TOKENS,
+    DOCUMENT,
+    BlockCounts,
+    PieceResult,
+    Rows,
+    is_heldout,
+    merge_dropped,
+    pack_place,
+    write_block,
+)
+from paceline.data.prepare.job import Job, digest, piece_name
+from paceline.data.prepare.pieces import Piece
+from paceline.data.sources.documents import Document, LeftOut, TokenDocument
+from paceline.data.sources.read import Span, describe_place, read_span
+from paceline.data.tokenizer import Tokenizer, one_thread
+
+_MARKER = "finished.json"
+_BATCH_BYTES = MIB
+_BATCH_DOCUMENTS = 4096
+
+
+class PieceTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece to tokenize."""
+
+    job: Job
+    piece: Piece
+
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        return self.piece.label
+
+    @property
+    def piece_id(self) -> str:
+        """All that decides the result, as one name."""
+        spans = [
+            (span.file.name, span.file.num_bytes, span.file.modified_ns, span.start, span.end)
+            for span in self.piece.spans
+        ]
+        job = self.job
+        return digest(spans, job.reading, job.tokenizer_blake3, job.end_of_document, job.heldout)
+
+
+def tokenize_piece(task: PieceTask) -> PieceResult:
+    """Writes the blocks of a piece and then its marker, unless they are there already."""
+    marker = piece_name(task.piece_id, _MARKER)
+    storage = task.job.storage()
+    try:
+        return msgspec.json.decode(storage.read(marker), type=PieceResult)
+    except FileNotFoundError:
+        pass
+    writer = _BlockWriter(task.job, task.piece_id)
+    with one_thread():
+        for number, span in enumerate(task.piece.spans):
+            span.file.require_unchanged()
+            for batch in _batches(span, task.job, writer):
+                writer.add(number, batch, span)
+            span.file.require_unchanged()
+    result = writer.finish()
+    storage.write(marker, msgspec.json.encode(result))
+    return result
+
+
+def _batches(
+    span: Span, job: Job, writer: "_BlockWriter"
+) -> Iterator[list[Document] | list[TokenDocument]]:
+    """Yields a span's documents in batches worth a call, and notes what is left out."""
+    batch: list[Document] = []
+    tokens: list[TokenDocument] = []
+    num_bytes = 0
+    for found in read_span(span, job.reading):
+        if isinstance(found, Document):
+            batch.append(found)
+            num_bytes += len(found.text)
+        elif isinstance(found, TokenDocument):
+            tokens.append(found)
+            num_bytes += found.tokens.nbytes
+        else:
+            writer.leave_out(found, span)
+            continue
+        if num_bytes >= _BATCH_BYTES or max(len(batch), len(tokens)) >= _BATCH_DOCUMENTS:
+            yield batch or tokens
+            batch, tokens, num_bytes = [], [], 0
+    if batch or tokens:
+        yield batch or tokens
+
+
+class _BlockWriter:
+    """Gathers documents and writes a block whenever there are enough."""
+
+    def __init__(self, job: Job, piece_id: str) -> None:
+        self._job = job
+        self._piece_id = piece_id
+        self._tokenizer = job.tokenizer()
+        self._written: list[BlockCounts] = []
+        self._dropped: dict[str, Dropped] = {}
+        self._begin()
+
+    def add(
+        self, span_number: int, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
+    ) -> None:
+        """Takes some documents of a span."""
+        rows = np.empty(len(batch), DOCUMENT)
+        hashes, num_bytes, tokens, lengths = _encode(self._tokenizer, batch, span)
+        rows["hash"] = np.frombuffer(hashes, "<u8").reshape(-1, 2)
+        rows["place"] = [pack_place(span_number, document.place) for document in batch]
+        rows["num_bytes"] = num_bytes
+        rows["num_tokens"] = lengths
+        heldout = is_heldout(rows, self._job)
+        if heldout.any():
+            is_heldout_token = np.repeat(heldout, lengths)
+            self._tokens["heldout"].append(tokens[is_heldout_token])
+            tokens = tokens[~is_heldout_token]
+        self._tokens["train"].append(tokens)
+        self._rows.append(rows)
+        self._num_documents += len(rows)
+        self._num_tokens += int(lengths.sum())
+        if self._num_tokens >= BLOCK_TOKENS or self._num_documents >= BLOCK_DOCUMENTS:
+            self._write()
+
+    def leave_out(self, found: LeftOut, span: Span) -> None:
+        """Counts a document that cannot be used."""
+        example = describe_place(span.file, found.place)
+        dropped = Dropped(num_documents=1, num_bytes=found.num_bytes, examples=[example])
+        self._dropped = merge_dropped((self._dropped, {found.reason: dropped}))
+
+    def finish(self) -> PieceResult:
+        """Writes what remains and returns all counts."""
+        if self._rows:
+            self._write()
+        return PieceResult(blocks=tuple(self._written), dropped=self._dropped)
+
+    def _begin(self) -> None:
+        self._rows: list[Rows] = []
+        self._tokens: dict[SplitName, list[npt.NDArray[np.unsignedinteger]]]
+        self._tokens = {"train": [], "heldout": []}
+        self._num_documents = self._num_tokens = 0
+
+    def _write(self) -> None:
+        rows = np.concatenate(self._rows)
+        number = len(self._written)
+        counts = write_block(self._job, self._piece_id, number, rows, self._tokens)
+        self._written.append(counts)
+        self._begin()
+
+
+def _encode(
+    tokenizer: Tokenizer, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
+) -> tuple[bytes, list[int], npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+    """Returns the documents' hashes and sizes, all their tokens, and how many each has."""
+    texts = [document.text for document in batch if isinstance(document, Document)]
+    if texts:
+        contents = [text.encode() for text in texts]
+        tokens, lengths = tokenizer.encode_documents(texts)
+    else:
+        arrays = [_ended(document, tokenizer, span) for document in batch]  # type: ignore[arg-type]
+        contents = [array.tobytes() for array in arrays]
+        tokens = np.concatenate(arrays).astype(tokenizer.dtype)
+        lengths = np.array([len(array) for array in arrays], np.int64)
+    hashes = b"".join(blake3.blake3(content).digest(length=16) for content in contents)
+    return hashes, [len(content) for content in contents], tokens, lengths
+
+
+def _ended(document: TokenDocument, tokenizer: Tokenizer, span: Span) -> npt.NDArray[np.integer]:
+    """Returns a document's tokens with their end, once."""
+    tokens = document.tokens
+    if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:
+        raise DataError(
+            f"{describe_place(span.file, document.place)}: token {tokens.max()} is not in the "
+            f"vocabulary of {tokenizer.vocab_size:,}; name the tokenizer that made this file"
+        )
+    tokens = tokens.astype(np.uint32)
+    if tokens[-1] == tokenizer.end_of_document:
+        return tokens
+    return np.append(tokens, np.uint32(tokenizer.end_of_document))

@@ -1,0 +1,153 @@
+"""An audit trail: that every sample was trained on exactly once can be checked afterwards.
+
+A digest of a range of the stream is the sum, modulo 2^64, of a hash of each of its samples with its
+position and source. The digests of the ranks of a step therefore add up to the digest of the step,
+and those of steps to that of a run, however the positions were divided. A trail is a file of JSON
+Lines, a row for each range; the rows of one rank, of all ranks, or of all attempts of a run that
+was restarted are checked alike.
+"""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+
+import blake3
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import DataError
+from paceline.data.sampling.permutation import IndexArray
+
+_PLACE_WORDS = 4
+"""Words of 32 bits for position and source."""
+
+
+def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray[np.int64]) -> int:
+    """Returns the digest of samples, whose tokens are `rows`, at `positions` of the stream."""
+    # Each row of the records is hashed in one call. uint32 holds every token, and makes the digest
+    # independent of how tokens are stored.
+    num_samples, length = rows.shape
+    records = np.empty((num_samples, _PLACE_WORDS + length), dtype="<u4")
+    places = np.stack([positions, sources], axis=1).astype("<i8")
+    records[:, :_PLACE_WORDS] = places.view("<u4")
+    records[:, _PLACE_WORDS:] = rows
+    content = records.data.cast("B")
+    ends = range(0, len(content) + 1, records.strides[0])
+    hashes = [
+        blake3.blake3(content[start:end]).digest(8) for start, end in itertools.pairwise(ends)
+    ]
+    return int(np.frombuffer(b"".join(hashes), dtype="<u8").sum(dtype=np.uint64))
+
+
+class AuditRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One range of the stream that was trained on."""
+
+    step: int
+    """The step that trained on it."""
+    first_sample: int
+    """Its first position."""
+    num_samples: int
+    """How many positions it has."""
+    digest: str
+    """Its digest, in hexadecimal: not every reader of JSON keeps 64 bits."""
+
+
+def audit_row(step: int, first_sample: int, num_samples: int, digest: int) -> AuditRow:
+    """Returns the row of a range."""
+    return AuditRow(
+        step=step, first_sample=first_sample, num_samples=num_samples, digest=f"{digest:016x}"
+    )
+
+
+class AuditTrail:
+    """Appends rows to a file, one per writer: ranks that write have a file each.
+
+    Args:
+        path: The file, which is made with its first row.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = pathlib.Path(path)
+
+    def append(self, row: AuditRow) -> None:
+        """Appends a row, in one write."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+
+
+def read_audit(paths: Iterable[str | os.PathLike[str]]) -> Iterator[AuditRow]:
+    """Yields the rows of files; a damaged line is an error that names file and line."""
+    for path in map(pathlib.Path, paths):
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield msgspec.json.decode(line, type=AuditRow)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise DataError(
+                        f"{path}:{number}: not a row of an audit trail: {error}; a run that was "
+                        "killed may leave half a last line: delete it"
+                    ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditFinding:
+    """A range of the stream that was not trained on exactly once, or not as it should be."""
+
+    problem: str
+    """gap, repeat or digest."""
+    first_sample: int
+    """The first position of the range."""
+    num_samples: int
+    """How many positions it has."""
+    steps: tuple[int, ...]
+    """The steps that trained on it; for a gap, those around it."""
+
+    def __str__(self) -> str:
+        end = self.first_sample + self.num_samples
+        steps = ", ".join(map(str, self.steps))
+        text = {
+            "gap": "were never trained on; they lie between the steps",
+            "repeat": "were trained on more than once, in the steps",
+            "digest": "were other tokens than the dataset has; step",
+        }[self.problem]
+        return f"samples {self.first_sample:,} to {end - 1:,} {text} {steps}"
+
+
+def check_audit(
+    rows: Iterable[AuditRow],
+    digest_of: Callable[[int, int], int] | None = None,
+    *,
+    first_sample: int = 0,
+) -> list[AuditFinding]:
+    """Finds what was not trained on exactly once.
+
+    Args:
+        rows: All rows of a run, in any order.
+        digest_of: The digest that a range should have, from its first position and its length,
+            such as `BatchReader.digest`; None looks at gaps and repeats alone.
+        first_sample: The position with which the run began.
+    """
+    ordered = sorted(rows, key=lambda row: (row.first_sample, row.num_samples, row.step))
+    findings = []
+    reached, reached_step = first_sample, None
+    for row in ordered:
+        end = row.first_sample + row.num_samples
+        around = (row.step,) if reached_step is None else (reached_step, row.step)
+        if row.first_sample > reached:
+            findings.append(_finding("gap", reached, row.first_sample, around))
+        if row.first_sample < reached:
+            findings.append(_finding("repeat", row.first_sample, min(end, reached), around))
+        if digest_of and f"{digest_of(row.first_sample, row.num_samples):016x}" != row.digest:
+            findings.append(_finding("digest", row.first_sample, end, (row.step,)))
+        if end > reached:
+            reached, reached_step = end, row.step
+    return findings
+
+
+def _finding(problem: str, start: int, end: int, steps: Iterable[int]) -> AuditFinding:
+    unique = tuple(step for step, _ in itertools.groupby(steps))
+    return AuditFinding(problem=problem, first_sample=start, num_samples=end - start, steps=unique)

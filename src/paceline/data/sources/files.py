@@ -1,0 +1,162 @@
+"""The files that documents are read from: what they are called, and what is in them by suffix.
+
+A file keeps the size and the time of change that it had when it was found. Whoever reads it looks
+again before and after: a corpus that changes while it is read is an error that names the file.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
+
+import msgspec
+
+from paceline.core.errors import DataError, UsageError
+
+Kind = Literal["text", "jsonl", "parquet", "megatron"]
+Compression = Literal["gzip", "zstd"]
+
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".idx": "megatron",
+    **dict.fromkeys(
+        # Prose and its markup, then programs.
+        (
+            *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv"),
+            *(".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts"),
+        ),
+        "text",
+    ),
+}
+assert set(_KINDS.values()) == set(get_args(Kind))
+
+
+class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file as it was when it was found."""
+
+    name: str
+    """Its path as the user wrote it."""
+    path: str
+    """Its absolute path, for workers that stand elsewhere."""
+    num_bytes: int
+    modified_ns: int
+    kind: Kind
+    compression: Compression | None
+
+    def require_unchanged(self) -> None:
+        """Raises if the file is no longer what it was."""
+        try:
+            num_bytes, modified_ns = _state(pathlib.Path(self.path), self.kind)
+        except OSError as error:
+            raise DataError(f"{self.name}: {error.strerror} while it was being prepared") from error
+        if (num_bytes, modified_ns) != (self.num_bytes, self.modified_ns):
+            raise DataError(
+                f"{self.name} changed while it was being prepared: it had {self.num_bytes:,} bytes "
+                f"and has {num_bytes:,}; prepare again when nothing writes to it any more"
+            )
+
+
+class FoundFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """All files of the sources, in the order in which their documents are taken."""
+
+    files: tuple[FoundFile, ...]
+    unknown: tuple[tuple[str, int], ...]
+    """Names and sizes of files in directories whose suffix says nothing."""
+
+
+def find_files(sources: Iterable[str], except_below: str | None = None) -> FoundFiles:
+    """Finds the files of the sources, sorted by name; a file named twice is read once.
+
+    Args:
+        sources: Files, and directories to walk.
+        except_below: A directory that is not walked: where the result goes.
+    """
+    except_path = None if except_below is None else pathlib.Path(except_below).resolve()
+    files: dict[str, FoundFile] = {}
+    unknown: dict[str, int] = {}
+    for source in sources:
+        if "://" in source:
+            raise UsageError(f"{source}: sources are files and directories; copy it to one")
+        path = pathlib.Path(source)
+        if not path.exists():
+            raise UsageError(f"{source}: no such file or directory")
+        is_directory = path.is_dir()
+        if not is_directory and not path.is_file():
+            raise UsageError(f"{source}: neither a file nor a directory")
+        for each in _walk(path, except_path) if is_directory else (path,):
+            found = _describe(each, is_named=not is_directory)
+            if isinstance(found, FoundFile):
+                files.setdefault(found.path, found)
+            elif found is not None:
+                unknown[str(each)] = found
+    if not files:
+        raise UsageError(
+            f"{', '.join(sources)}: no file of a known kind; known are {' '.join(_KINDS)}, "
+            f"and {' '.join(_COMPRESSIONS)} of text; a file that is named itself is read as text"
+        )
+    return FoundFiles(
+        files=tuple(sorted(files.values(), key=lambda file: (file.name, file.path))),
+        unknown=tuple(sorted(unknown.items())),
+    )
+
+
+def _walk(directory: pathlib.Path, except_path: pathlib.Path | None) -> Iterator[pathlib.Path]:
+    """Yields the files below a directory that are not hidden."""
+    for folder, folders, names in os.walk(directory):
+        if except_path is not None and pathlib.Path(folder).resolve() == except_path:
+            folders.clear()
+            continue
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        for name in names:
+            path = pathlib.Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
+    """Returns a file's description, its size if its kind is unknown, None if it is no source."""
+    name = str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name!r}: the file's name is not UTF-8; rename it") from error
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    compression = _COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression is not None:
+        suffixes.pop()
+    kind = _KINDS.get(suffixes[-1]) if suffixes else None
+    if kind is None and suffixes[-1:] == [".bin"] and path.with_suffix(".idx").exists():
+        if is_named:
+            raise UsageError(f"{name}: name {path.with_suffix('.idx')}, which tells what is in it")
+        return None
+    if kind is None and is_named:
+        kind = "text"
+    if compression is not None and kind in ("parquet", "megatron"):
+        raise UsageError(f"{name}: {kind} files are not read compressed; decompress it")
+    if kind is None:
+        return path.stat().st_size
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{name}: permission to read it is denied")
+    try:
+        num_bytes, modified_ns = _state(path, kind)
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}: {error.filename}") from error
+    return FoundFile(
+        name=name,
+        path=str(path.absolute()),
+        num_bytes=num_bytes,
+        modified_ns=modified_ns,
+        kind=kind,
+        compression=compression,
+    )
+
+
+def _state(path: pathlib.Path, kind: Kind) -> tuple[int, int]:
+    """Returns size and time of change; of an index and its tokens together."""
+    paths = (path, path.with_suffix(".bin")) if kind == "megatron" else (path,)
+    states = [each.stat() for each in paths]
+    return sum(each.st_size for each in states), max(each.st_mtime_ns for each in states)

@@ -1,0 +1,91 @@
+"""Documents of text files and of JSON Lines."""
+
+import codecs
+import functools
+from collections.abc import Iterator
+
+import msgspec
+
+from paceline.data.sources.cutting import Part, cut, first_byte
+from paceline.data.sources.documents import (
+    EMPTY,
+    INVALID_JSON,
+    INVALID_UTF8,
+    TOO_LONG,
+    Document,
+    Found,
+    LeftOut,
+    missing_field,
+    text_document,
+)
+from paceline.data.sources.files import FoundFile
+from paceline.data.sources.streams import read_chunks
+
+LINE_END = b"\n"
+
+
+def text_documents(
+    file: FoundFile, start: int, end: int | None, separator: bytes, most_bytes: int
+) -> Iterator[Found]:
+    """Yields what stands between separators, and starts in a range of bytes."""
+    for part in _parts(file, start, end, separator, most_bytes):
+        # What follows the last separator is a document only if there is something in it.
+        if (
+            part.is_last
+            and part.place > 0
+            and part.content is not None
+            and not part.content.strip()
+        ):
+            continue
+        if part.content is None:
+            yield LeftOut(part.place, TOO_LONG, part.num_bytes)
+        else:
+            yield text_document(part.place, part.content)
+
+
+def json_documents(
+    file: FoundFile, start: int, end: int | None, field: str, most_bytes: int
+) -> Iterator[Found]:
+    """Yields the field of each line that starts in a range of bytes; blank lines are nothing."""
+    decode = _row_decoder(field).decode
+    for place, line, num_bytes, _ in _parts(file, start, end, LINE_END, most_bytes):
+        if line is None:
+            yield LeftOut(place, TOO_LONG, num_bytes)
+            continue
+        try:
+            text: str = decode(line).text
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if line.strip():
+                yield LeftOut(place, _reason(line, field, error), num_bytes)
+            continue
+        if text and not text.isspace():
+            yield Document(place, text)
+        else:
+            yield LeftOut(place, EMPTY, num_bytes)
+
+
+def _parts(
+    file: FoundFile, start: int, end: int | None, separator: bytes, most_bytes: int
+) -> Iterator[Part]:
+    chunks = read_chunks(file, first_byte(start, separator))
+    for part in cut(chunks, separator, start=start, end=end, most_bytes=most_bytes):
+        if part.place == 0 and part.content is not None:
+            # A byte order mark is no part of the text.
+            part = part._replace(content=part.content.removeprefix(codecs.BOM_UTF8))
+        yield part
+
+
+def _reason(line: bytes, field: str, error: Exception) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return INVALID_UTF8
+    # A line that is JSON, but not an object with a string of that name.
+    return missing_field(field) if isinstance(error, msgspec.ValidationError) else INVALID_JSON
+
+
+@functools.lru_cache(maxsize=1)
+def _row_decoder(field: str) -> msgspec.json.Decoder:  # type: ignore[type-arg]
+    """Returns a decoder of one field of an object; all others are skipped, not made."""
+    row = msgspec.defstruct("Row", [("text", str)], rename={"text": field}, gc=False)
+    return msgspec.json.Decoder(row)

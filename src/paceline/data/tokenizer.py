@@ -1,0 +1,266 @@
+"""Tokenizers: any tokenizer.json of Hugging Face's `tokenizers`, or the bytes themselves.
+
+Invariants: a document becomes the same tokens in whatever batch it is encoded; text never becomes
+a special token, not even text that reads like one, so that the end-of-document token stands after
+documents and nowhere else. The byte vocabulary needs no training: a token's id is its byte, and
+255, which never occurs in UTF-8, ends a document.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import DataError, UsageError
+
+BYTES = "bytes"
+"""The name of the byte vocabulary, in place of a file's."""
+END_OF_DOCUMENT = "<|endoftext|>"
+"""The end-of-document token of tokenizers that are trained here."""
+
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_NUM_BYTES = 256
+_LAST_BYTE = 255
+
+PART_CHARACTERS = 2**20
+"""Documents longer than this are encoded in parts."""
+_CUT_REGION = 2**13
+"""Characters that are searched for a place to cut, at a time."""
+_CUTS_PER_REGION = 4
+_MOST_FAILED_CUTS = 64
+"""Places after which a text is encoded whole."""
+_NEIGHBOURS = 64
+"""Characters to either side of a cut that are encoded to see whether it matters."""
+_WORD_END = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
+"""Between a word and the blank before the next, where all common tokenizers part words."""
+
+Tokens = npt.NDArray[np.uint32]
+_Encoded = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
+
+
+class Tokenizer:
+    """Turns documents into tokens and back.
+
+    Args:
+        json: The contents of a tokenizer.json.
+        end_of_document: The token that follows every document, by name or id; by default the one
+            of the well-known names that the tokenizer has.
+        where: What an error calls it.
+    """
+
+    def __init__(
+        self, json: str, end_of_document: str | int | None = None, where: str = "tokenizer.json"
+    ) -> None:
+        import tokenizers
+
+        self.json = json
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(json)
+        except Exception as error:  # The package raises nothing more special.
+            raise DataError(
+                f"{where}: not a tokenizer that the tokenizers package reads: {error}"
+            ) from error
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self._inner.encode_special_tokens = True
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.end_of_document = _find_end(vocabulary, end_of_document, where)
+        # Bytes need no tokenizer to be found, where the end is the byte that is none.
+        self._is_bytes = json == byte_tokenizer_json() and self.end_of_document == _LAST_BYTE
+
+    @functools.cached_property
+    def blake3(self) -> str:
+        """The digest of the tokenizer.json."""
+        return blake3.blake3(self.json.encode()).hexdigest()
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The type that its tokens are stored in."""
+        return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+
+    def encode_documents(self, texts: Sequence[str]) -> _Encoded:
+        """Returns all documents' tokens one after another, each with its end, and their lengths."""
+        if self._is_bytes:
+            contents = [text.encode() for text in texts]
+            joined = b"\xff".join((*contents, b""))
+            lengths = np.fromiter(map(len, contents), np.int64, len(contents)) + 1
+            return np.frombuffer(joined, np.uint8).astype(self.dtype), lengths
+        if max(map(len, texts), default=0) <= PART_CHARACTERS:
+            return self._encode_short(texts)
+        parts = [
+            (self._encode_short if len(text) <= PART_CHARACTERS else self._encode_long)([text])
+            for text in texts
+        ]
+        return np.concatenate([part[0] for part in parts]), np.concatenate(
+            [part[1] for part in parts]
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns each document's tokens, without its end."""
+        tokens, lengths = self.encode_documents(texts)
+        ends = np.cumsum(lengths)
+        return [
+            tokens[end - length : end - 1].astype(np.uint32)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Returns the text of tokens; ends of documents are left out."""
+        text: str = self._inner.decode([int(each) for each in tokens], skip_special_tokens=True)
+        return text
+
+    def _encode_short(self, texts: Sequence[str]) -> _Encoded:
+        ids: list[int] = []
+        lengths = np.empty(len(texts), np.int64)
+        num_before = 0
+        for number, encoding in enumerate(
+            self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        ):
+            ids += encoding.ids
+            ids.append(self.end_of_document)
+            lengths[number] = len(ids) - num_before
+            num_before = len(ids)
+        return np.array(ids, dtype=self.dtype), lengths
+
+    def _encode_long(self, texts: Sequence[str]) -> _Encoded:
+        """Encodes one document in parts: as a whole it would take 150 times its size in memory."""
+        (text,) = texts
+        parts = [np.array(self._ids(part), self.dtype) for part in self._parts(text)]
+        tokens = np.concatenate([*parts, np.array([self.end_of_document], self.dtype)])
+        return tokens, np.array([len(tokens)])
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Cuts a text between words, where encoding the neighbourhood shows it not to matter."""
+        start = 0
+        num_failed = 0
+        first, end = PART_CHARACTERS - _CUT_REGION, PART_CHARACTERS
+        while end < len(text) and num_failed < _MOST_FAILED_CUTS:
+            places = [match.start() for match in _WORD_END.finditer(text, first, end)]
+            for place in places[: -_CUTS_PER_REGION - 1 : -1]:
+                if self._may_cut(text, place):
+                    yield text[start:place]
+                    start = place
+                    end = place + PART_CHARACTERS - _CUT_REGION  # Moved on below.
+                    break
+                num_failed += 1
+            first, end = end, end + _CUT_REGION
+        yield text[start:]
+
+    def _may_cut(self, text: str, place: int) -> bool:
+        before, after = text[place - _NEIGHBOURS : place], text[place : place + _NEIGHBOURS]
+        return self._ids(before + after) == self._ids(before) + self._ids(after)
+
+    def _ids(self, text: str) -> list[int]:
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def load_tokenizer(place: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json, or the byte vocabulary for ``bytes``."""
+    if os.fspath(place) == BYTES:
+        return Tokenizer(byte_tokenizer_json(), end_of_document, BYTES)
+    path = pathlib.Path(place)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        json = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--tokenizer {place}: {error.strerror}; name a tokenizer.json, or {BYTES!r} for the "
+            "byte vocabulary; `paceline data tokenizer` trains one"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+    return Tokenizer(json, end_of_document, str(path))
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
+    """Trains byte-level BPE and returns its tokenizer.json.
+
+    Every text can be encoded, because all 256 bytes are in the vocabulary.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise UsageError(
+            f"--vocab-size {vocab_size}: byte-level BPE has {len(alphabet)} bytes and "
+            f"{END_OF_DOCUMENT} to begin with; ask for more than {len(alphabet)}"
+        )
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    trained.train_from_iterator(documents, trainer)
+    json: str = trained.to_str(pretty=True)
+    return json
+
+
+@functools.cache
+def byte_tokenizer_json() -> str:
+    """Returns the byte vocabulary as a tokenizer.json, for whoever has only that format."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    characters = _byte_characters()
+    vocabulary = {characters[byte]: byte for byte in range(_LAST_BYTE)}
+    vocabulary[END_OF_DOCUMENT] = _LAST_BYTE
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # Without its regular expression: where there are no merges, words do not matter.
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_DOCUMENT])
+    json: str = made.to_str(pretty=True)
+    return json
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps `tokenizers` to the thread that calls it: workers have a core each."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _byte_characters() -> list[str]:
+    """Returns the printable character that byte-level tokenizers write for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(_NUM_BYTES + number) for number, byte in enumerate(others)}
+    return [characters[byte] for byte in range(_NUM_BYTES)]
+
+
+def _find_end(vocabulary: dict[str, int], asked_for: str | int | None, where: str) -> int:
+    if isinstance(asked_for, int):
+        return asked_for
+    if asked_for is not None and asked_for not in vocabulary:
+        raise UsageError(f"--end-of-document {asked_for!r}: {where} has no such token")
+    for name in (asked_for,) if asked_for is not None else _KNOWN_ENDS:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise UsageError(
+        f"{where}: none of {', '.join(_KNOWN_ENDS)} is in its vocabulary; name the token that "
+        "ends a document with --end-of-document"
+    )

@@ -1,0 +1,46 @@
+"""A histogram of how long the documents of a dataset are."""
+
+from matplotlib.figure import Figure
+
+from paceline.core.units import format_count
+from paceline.data.inspect.lengths import DocumentLengths
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
+
+
+def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: int) -> Figure:
+    """Draws documents by their length in tokens, and where a sequence of the context ends.
+
+    Args:
+        lengths: The documents, counted.
+        what: The dataset and split, for the subtitle.
+        context_length: Tokens of a training sequence.
+    """
+    figure = blank_figure("Documents by length")
+    axes = figure.subplots()
+    places = range(len(lengths.counts))
+    axes.bar(places, lengths.counts, width=0.9, color=COLORS[0])
+    axes.set_xticks(list(places), [format_count(2**place) for place in places], rotation=45)
+    axes.set_xlabel("tokens in the document, from this many to twice as many")
+    axes.set_ylabel("documents")
+    axes.margins(y=0.12)  # Room for the label below.
+    axes.set_title(
+        f"{what}: {lengths.num_documents:,} documents, {lengths.num_tokens:,} tokens, "
+        f"the longest {lengths.longest:,}",
+        fontsize="medium",
+        color=GRAY,
+    )
+    if context_length < 2 ** len(lengths.counts):
+        # The left edge of a bar is its power of two.
+        exponent = context_length.bit_length() - 1
+        place = exponent + (context_length / 2**exponent - 1) - 0.5
+        axes.axvline(place, color=COLORS[1], linestyle="--")
+        axes.annotate(
+            f"context of {context_length:,}",
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -12),
+            textcoords="offset points",
+            color=COLORS[1],
+        )
+    add_grid(axes, "y")
+    return figure

@@ -1,0 +1,49 @@
+"""What a prepared dataset holds, as tables."""
+
+from paceline.core.units import format_binary_bytes, format_count
+from paceline.data.format.manifest import Manifest
+from paceline.reports.tables.table import Table
+
+
+def splits_table(manifest: Manifest, place: str) -> Table:
+    """Returns a row per split: shards, documents, tokens, bytes."""
+    vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
+    per_token = manifest.num_source_bytes / max(1, _num_tokens(manifest))
+    return Table(
+        headers=("split", "shards", "documents", "tokens", "size"),
+        rows=tuple(
+            (
+                name,
+                f"{manifest.num_shards(name):,}",
+                f"{split.num_documents:,}",
+                f"{split.num_tokens:,}",
+                format_binary_bytes(split.num_tokens * manifest.token_bytes),
+            )
+            for name, split in manifest.splits.items()
+        ),
+        caption=(
+            f"{place}: {len(manifest.sources):,} files, {vocabulary}, {per_token:.2f} bytes per "
+            f"token, {format_count(manifest.shard_tokens)} tokens per shard"
+        ),
+    )
+
+
+def dropped_table(manifest: Manifest) -> Table:
+    """Returns a row per reason for which documents were left out."""
+    return Table(
+        headers=("left out", "documents", "size", "for example"),
+        rows=tuple(
+            (
+                reason,
+                f"{dropped.num_documents:,}",
+                format_binary_bytes(dropped.num_bytes),
+                dropped.examples[0] if dropped.examples else "",
+            )
+            for reason, dropped in manifest.dropped.items()
+        ),
+        caption="Documents that were left out",
+    )
+
+
+def _num_tokens(manifest: Manifest) -> int:
+    return sum(split.num_tokens for split in manifest.splits.values())

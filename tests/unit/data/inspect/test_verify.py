@@ -1,0 +1,89 @@
+"""Every kind of damage is found and named; an intact dataset has no findings."""
+
+import pathlib
+import re
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.data.format.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
+from paceline.data.inspect import verify as verify_module
+from paceline.data.inspect.verify import verify
+from paceline.data.storage.local import LocalStorage
+from tests.unit.data.dataset_factory import write_dataset
+
+
+@pytest.fixture
+def storage(tmp_path: pathlib.Path) -> LocalStorage:
+    documents = [np.arange(1, 2 + number % 7) for number in range(20)]
+    write_dataset(tmp_path, documents, shard_tokens=16)
+    return LocalStorage(tmp_path)
+
+
+def _findings(storage: LocalStorage) -> list[str]:
+    return [str(finding) for finding in verify(storage, read_manifest(storage))]
+
+
+def _flip_a_bit(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("part_bytes", [2, 6, 2**24])
+def test_an_intact_dataset_has_no_findings(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(verify_module, "_PART_BYTES", part_bytes)
+    told: list[tuple[int, int]] = []
+    manifest = read_manifest(storage)
+    assert not list(verify(storage, manifest, lambda done, total: told.append((done, total))))
+    assert told[-1][0] == told[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("train/00000001.tokens", _flip_a_bit, "digest: .*train/00000001.tokens has other bytes"),
+        ("train/00000001.tokens", _cut, "size: .*31 bytes instead of 32"),
+        ("train/00000001.tokens", pathlib.Path.unlink, "missing: .*tokens is missing"),
+        ("train/00000000.documents", _flip_a_bit, "digest: .*documents has other bytes"),
+        ("tokenizer.json", _flip_a_bit, "digest: .*is not the tokenizer of this dataset"),
+        ("tokenizer.json", pathlib.Path.unlink, "missing: .*tokenizer.json is missing"),
+    ],
+)
+def test_damage_is_named(
+    storage: LocalStorage, name: str, damage: Callable[[pathlib.Path], None], message: str
+) -> None:
+    damage(storage.path(name))
+    (finding,) = _findings(storage)
+    assert re.match(message, finding), finding
+
+
+def test_what_the_manifest_does_not_know_is_named(storage: LocalStorage) -> None:
+    storage.write("train/00000099.tokens", b"")
+    (finding,) = _findings(storage)
+    assert "train/00000099.tokens is not in the manifest; remove it" in finding
+
+
+def _with(storage: LocalStorage, **changes: object) -> Manifest:
+    manifest = msgspec.structs.replace(read_manifest(storage), **changes)
+    storage.write(MANIFEST, encode_manifest(manifest))
+    return manifest
+
+
+def test_tokens_beyond_the_vocabulary_are_named(storage: LocalStorage) -> None:
+    _with(storage, vocab_size=5)
+    assert all("vocabulary: " in finding for finding in _findings(storage))
+    assert len(_findings(storage)) == read_manifest(storage).num_shards("train")
+
+
+def test_documents_that_nothing_ends_are_named(storage: LocalStorage) -> None:
+    _with(storage, end_of_document=200)
+    assert "documents without the token that ends them" in _findings(storage)[0]

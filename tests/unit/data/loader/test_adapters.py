@@ -1,0 +1,160 @@
+"""Documents of other libraries become the same batches, and resume by their own states."""
+
+import itertools
+import json
+import pathlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import UsageError
+from paceline.data.loader.adapters import PackedDocuments
+from paceline.data.loader.batches import BatchReader
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from tests.unit.data.dataset_factory import END_OF_DOCUMENT, random_documents, write_dataset
+
+LENGTH, BATCH = 8, 3
+
+
+class GrainLike:
+    """An iterator that tells and takes its state."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self._documents = documents
+        self._next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._next == len(self._documents):
+            raise StopIteration
+        self._next += 1
+        return self._documents[self._next - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+def pack(documents: Any, **options: Any) -> PackedDocuments:
+    settings = {"context_length": LENGTH, "batch_size": BATCH, "end_of_document": END_OF_DOCUMENT}
+    return PackedDocuments(documents, **{**settings, **options})
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_tokens=st.integers(30, 400), longest=st.sampled_from([1, 5, 70]), pieces=st.integers(1, 5)
+)
+def test_resumed_pieces_are_one_uninterrupted_run(
+    num_tokens: int, longest: int, pieces: int
+) -> None:
+    documents = random_documents(num_tokens, longest=longest)
+    whole = list(pack(GrainLike(documents)))
+    tokens = [token for each in documents for token in (*each, END_OF_DOCUMENT)]
+    assert len(whole) == (num_tokens - 1) // (LENGTH * BATCH)
+    for number, row in enumerate(itertools.chain.from_iterable(batch.rows for batch in whole)):
+        assert row.tolist() == tokens[number * LENGTH : number * LENGTH + LENGTH + 1]
+    resumed, state = [], None
+    while len(resumed) < len(whole):
+        packed = pack(GrainLike(documents))
+        if state is not None:
+            packed.load_state_dict(state)
+        resumed.extend(itertools.islice(packed, pieces))
+        state = pickle.loads(pickle.dumps(packed.state_dict()))
+    assert [batch.rows.tolist() for batch in resumed] == [batch.rows.tolist() for batch in whole]
+    assert [batch.step for batch in resumed] == list(range(len(whole)))
+
+
+def test_boundaries_are_those_of_a_prepared_dataset(tmp_path: pathlib.Path) -> None:
+    documents = random_documents(200)
+    write_dataset(tmp_path, documents)
+    source = SourceConfig(place=str(tmp_path))
+    reader = BatchReader(
+        LoaderConfig(
+            sources=(source,), context_length=LENGTH, batch_size=1, document_boundaries=True
+        )
+    )
+    (num_samples,) = reader.num_samples
+    prepared = reader.read(np.arange(num_samples))
+    in_order = np.argsort(reader.locate(np.arange(num_samples))[1])
+    packed = next(pack(GrainLike(documents), batch_size=num_samples, document_boundaries=True))
+    for name in ("rows", "positions", "document_ids"):
+        assert getattr(packed, name).tolist() == getattr(prepared, name)[in_order].tolist()
+
+
+def test_an_end_is_put_after_each_document() -> None:
+    batch = next(pack(iter([[1, 2], [], [3]] * 9), end_of_document=0))
+    assert batch.rows[0].tolist() == [1, 2, 0, 0, 3, 0, 1, 2, 0]
+
+
+def test_documents_without_a_state_are_named() -> None:
+    packed = pack(iter([[1] * 50]))
+    next(packed)
+    assert packed.state_dict()["documents"] is None
+    with pytest.raises(UsageError, match="list_iterator has neither state_dict"):
+        pack(iter([[1]])).state_dict()
+    with pytest.raises(UsageError, match="cannot resume: list_iterator"):
+        pack(iter([[1]])).load_state_dict(packed.state_dict())
+
+
+def _check_resumes(make: Any, **options: Any) -> None:
+    whole = list(itertools.islice(pack(make(), **options), 12))
+    first = pack(make(), **options)
+    taken = list(itertools.islice(first, 5))
+    second = pack(make(), **options)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    taken += itertools.islice(second, 7)
+    assert [batch.rows.tolist() for batch in taken] == [batch.rows.tolist() for batch in whole]
+
+
+@pytest.mark.slow
+def test_hugging_face_datasets_resume(tmp_path: pathlib.Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the adapter for Hugging Face datasets")
+    documents = random_documents(2000)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": each}) + "\n" for each in documents))
+
+    def make() -> Any:
+        return datasets.load_dataset(
+            "json", data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path)
+        )
+
+    _check_resumes(make, tokens_of=lambda item: item["input_ids"])
+
+
+@pytest.mark.slow
+def test_grain_iterators_resume() -> None:
+    grain = pytest.importorskip("grain", reason="the adapter for Grain")
+    documents = random_documents(2000)
+
+    def make() -> Any:
+        return grain.MapDataset.source(documents).shuffle(seed=3).to_iter_dataset()
+
+    _check_resumes(make)
+
+
+@pytest.mark.slow
+def test_grain_reads_sequences(tmp_path: pathlib.Path) -> None:
+    grain = pytest.importorskip("grain", reason="the adapter for Grain")
+    from paceline.data.loader.sequences import TokenSequences
+
+    write_dataset(tmp_path, random_documents(401))
+    source = SourceConfig(place=str(tmp_path))
+    sequences = TokenSequences(
+        LoaderConfig(sources=(source,), context_length=LENGTH, batch_size=BATCH)
+    )
+    batches = iter(grain.MapDataset.source(sequences).batch(BATCH).to_iter_dataset())
+    first, state = next(batches), batches.get_state()
+    second = next(batches)
+    expected = np.stack([sequences[position]["tokens"] for position in range(2 * BATCH)])
+    assert np.concatenate([first["tokens"], second["tokens"]]).tolist() == expected.tolist()
+    batches.set_state(state)
+    assert next(batches)["tokens"].tolist() == second["tokens"].tolist()

@@ -1,0 +1,222 @@
+"""Whatever the world sizes and however often a run is resumed, the stream is the same."""
+
+import itertools
+import pathlib
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import DataError, UsageError
+from paceline.data.loader.batches import Batch, BatchReader
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.data.loader.loader import TokenLoader
+from paceline.data.sampling.audit import AuditTrail, check_audit, read_audit
+from tests.unit.data.dataset_factory import random_documents, write_dataset
+
+LENGTH = 10
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    places = []
+    for number, num_tokens in enumerate((1501, 400, 47)):
+        place = tmp_path_factory.mktemp("dataset")
+        write_dataset(place, random_documents(num_tokens, seed=number))
+        places.append(str(place))
+    return places
+
+
+def make_config(places: list[str], **options: Any) -> LoaderConfig:
+    sources = tuple(
+        SourceConfig(place=place, weight=1 + number) for number, place in enumerate(places)
+    )
+    return LoaderConfig(sources=sources, **{"context_length": LENGTH, "batch_size": 12, **options})
+
+
+def take_step(loaders: list[TokenLoader]) -> list[Batch]:
+    return [next(loader) for loader in loaders]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_resumed_pieces_are_one_uninterrupted_run(places: list[str], data: st.DataObject) -> None:
+    chosen = places[: data.draw(st.integers(1, 3))]
+    options = {
+        "seed": data.draw(st.integers(0, 2**64)),
+        "window": data.draw(st.none() | st.integers(1, 60)),
+        "prefetch": data.draw(st.integers(0, 2)),
+    }
+    pieces = data.draw(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=5)
+    )
+    num_steps = sum(steps for _, steps in pieces)
+    rows, digests, state = [], [], None
+    for world_size, steps in pieces:
+        loaders = [
+            TokenLoader(make_config(chosen, **options), rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        for _ in range(steps):
+            batches = take_step(loaders)
+            rows.extend(batch.rows for batch in batches)
+            digests.append(sum(batch.digest or 0 for batch in batches) % 2**64)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(each == states[0] for each in states)
+        state = pickle.loads(pickle.dumps(states[0]))
+        for loader in loaders:
+            loader.close()
+    with TokenLoader(make_config(chosen, **options)) as alone:
+        expected = [next(alone) for _ in range(num_steps)]
+    assert np.concatenate(rows).tolist() == np.concatenate([b.rows for b in expected]).tolist()
+    assert digests == [batch.digest for batch in expected]
+    assert [batch.step for batch in expected] == list(range(num_steps))
+
+
+def test_an_audit_finds_what_was_changed_or_skipped(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path / "dataset", random_documents(1500))
+    config = make_config([str(tmp_path / "dataset")])
+    for rank in range(3):
+        trail = AuditTrail(tmp_path / f"{rank}.jsonl")
+        with TokenLoader(config, rank=rank, world_size=3) as loader:
+            for batch in itertools.islice(loader, 9):
+                trail.append(batch.audit_row)
+    rows = list(read_audit(tmp_path.glob("*.jsonl")))
+    reader = BatchReader(config)
+    assert check_audit(rows, reader.digest) == []
+    reader.close()
+    left_out = rows.pop(10)
+    (finding,) = check_audit(rows, BatchReader(config).digest)
+    assert (finding.problem, finding.first_sample) == ("gap", left_out.first_sample)
+    for shard in (tmp_path / "dataset").rglob("*.tokens"):
+        content = bytearray(shard.read_bytes())
+        content[0] ^= 1
+        shard.write_bytes(content)
+    problems = {finding.problem for finding in check_audit(rows, BatchReader(config).digest)}
+    assert problems == {"gap", "digest"}
+
+
+def test_a_batch_without_a_digest_cannot_be_audited(places: list[str]) -> None:
+    with TokenLoader(make_config(places, digests=False)) as loader:
+        batch = next(loader)
+    with pytest.raises(UsageError, match="set digests"):
+        _ = batch.audit_row
+
+
+def test_an_epoch_holds_each_sample_once(places: list[str]) -> None:
+    # 150 samples, 12 at a time: the epoch ends inside of a step.
+    with TokenLoader(make_config(places[:1])) as loader:
+        rows = np.concatenate([next(loader).rows for _ in range(25)])
+    for epoch in (rows[:150], rows[150:]):
+        assert len({tuple(row) for row in epoch.tolist()}) == 150
+
+
+def test_a_run_may_change_its_batch_size(places: list[str]) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        whole = np.concatenate([next(loader).rows for _ in range(10)])
+    with TokenLoader(make_config(places, batch_size=30)) as first:
+        rows = [next(first).rows for _ in range(2)]
+        state = first.state_dict()
+    assert state["consumed_samples"] == 60
+    with TokenLoader(make_config(places)) as second:
+        second.load_state_dict(state)
+        rows += [next(second).rows for _ in range(5)]
+        assert second.state_dict()["step"] == 7
+    assert np.concatenate(rows).tolist() == whole.tolist()
+
+
+def test_the_state_knows_nothing_of_what_was_read_ahead(places: list[str]) -> None:
+    with TokenLoader(make_config(places, prefetch=5)) as loader:
+        assert loader.state_dict()["consumed_samples"] == 0
+        next(loader)
+        assert loader.state_dict()["consumed_samples"] == 12
+        assert len(pickle.dumps(loader.state_dict())) < 500
+
+
+def test_a_loader_goes_back_to_a_state(places: list[str]) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        next(loader)
+        state = loader.state_dict()
+        second = next(loader).rows
+        next(loader)
+        loader.load_state_dict(state)
+        assert next(loader).rows.tolist() == second.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"window": 7}, "window was None and is 7"),
+        ({"context_length": 9}, "context_length was 10"),
+        ({"sources": 2}, "datasets was"),
+        ({"weight": 3}, "mixture was"),
+    ],
+)
+def test_another_stream_is_refused_by_name(
+    places: list[str], change: dict[str, Any], name: str
+) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        state = loader.state_dict()
+    if "sources" in change:
+        config = make_config(places[:2])
+    elif "weight" in change:
+        sources = tuple(SourceConfig(place=place) for place in places)
+        config = LoaderConfig(sources=sources, context_length=LENGTH, batch_size=12)
+    else:
+        config = make_config(places, **change)
+    with TokenLoader(config) as other, pytest.raises(DataError, match=name):
+        other.load_state_dict(state)
+
+
+def test_a_dataset_may_move(places: list[str], tmp_path: pathlib.Path) -> None:
+    with TokenLoader(make_config(places[:1])) as loader:
+        next(loader)
+        state = loader.state_dict()
+        expected = next(loader).rows
+    moved = tmp_path / "elsewhere"
+    moved.symlink_to(places[0])
+    with TokenLoader(make_config([str(moved)])) as loader:
+        loader.load_state_dict(state)
+        assert next(loader).rows.tolist() == expected.tolist()
+
+
+def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path, random_documents(1000))
+    (tmp_path / "train").rename(tmp_path / "elsewhere")
+    with TokenLoader(make_config([str(tmp_path)])) as loader:
+        with pytest.raises(DataError, match="incomplete") as caught:
+            next(loader)
+        functions = [entry.name for entry in caught.traceback]
+        assert "_make_items" in functions
+        assert "_tokens" in functions
+        # When what was wrong is put right, it goes on where it was.
+        (tmp_path / "elsewhere").rename(tmp_path / "train")
+        assert [next(loader).step for _ in range(2)] == [0, 1]
+
+
+def test_configs_that_make_no_sense_are_refused(places: list[str]) -> None:
+    for options, message in (
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"prefetch": -1}, "prefetch -1"),
+        ({"context_length": 0}, "context_length 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make_config(places, **options)
+    with pytest.raises(UsageError, match="no source"):
+        make_config([])
+    with pytest.raises(UsageError, match="12 samples per step cannot be shared by 13"):
+        TokenLoader(make_config(places), rank=0, world_size=13)
+
+
+def test_sources_of_different_tokenizers_are_refused(tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        write_dataset(tmp_path / name, random_documents(100), tokenizer=name.encode())
+    with pytest.raises(DataError, match=r"/b was prepared with another tokenizer than .*/a"):
+        TokenLoader(make_config([str(tmp_path / name) for name in ("a", "b")]))

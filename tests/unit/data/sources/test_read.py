@@ -1,0 +1,178 @@
+"""Files of every kind become the same documents, and what cannot is left out by name."""
+
+import gzip
+import json
+import os
+import pathlib
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from paceline.core.errors import DataError, UsageError
+from paceline.data.sources import streams
+from paceline.data.sources.documents import Document, Found, LeftOut
+from paceline.data.sources.files import find_files
+from paceline.data.sources.parquet import row_group_bytes
+from paceline.data.sources.read import ReadOptions, Span, read_span
+from tests.unit.data.corpus import make_documents, write_jsonl
+
+DOCUMENTS = make_documents(30)
+SEPARATOR = b"<|endoftext|>"
+
+
+def _read(path: pathlib.Path, separator: bytes = SEPARATOR, most_bytes: int = 2000) -> list[Found]:
+    (file,) = find_files([str(path)]).files
+    options = ReadOptions(separator=separator, field="text", max_document_bytes=most_bytes)
+    end = len(row_group_bytes(file, "text")) if file.kind == "parquet" else None
+    return list(read_span(Span(file=file, start=0, end=end, num_bytes=0), options))
+
+
+def _texts(found: list[Found]) -> list[str]:
+    return [each.text for each in found if isinstance(each, Document)]
+
+
+def _left_out(found: list[Found]) -> dict[str, list[int]]:
+    reasons: dict[str, list[int]] = {}
+    for each in found:
+        if isinstance(each, LeftOut):
+            reasons.setdefault(each.reason, []).append(each.place)
+    return reasons
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.ndjson.zst", "a.txt", "a.md.gz", "a.txt.zst", "a.parquet"]
+)
+def test_every_kind_gives_the_same_documents(tmp_path: pathlib.Path, name: str) -> None:
+    path = tmp_path / name
+    lines = write_jsonl(tmp_path / "plain.jsonl", DOCUMENTS).read_bytes()
+    content = lines if "json" in name else SEPARATOR.join(each.encode() for each in DOCUMENTS)
+    if name.endswith(".parquet"):
+        table = pyarrow.table({"id": list(range(30)), "text": DOCUMENTS})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif name.endswith(".gz"):
+        # Of several members, as tools that work in parallel write them.
+        path.write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]))
+    elif name.endswith(".zst"):
+        frame = zstandard.ZstdCompressor().compress
+        path.write_bytes(frame(content[:1000]) + frame(content[1000:]))
+    else:
+        path.write_bytes(content)
+    found = _read(path)
+    assert _texts(found) == DOCUMENTS
+    assert not _left_out(found)
+
+
+def test_lines_that_are_no_documents_are_left_out_by_reason(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [
+        b'\xef\xbb\xbf{"text": "after a byte order mark"}',
+        b'{"text": "bad \xff byte"}',
+        b'{"text": 3}',
+        b'{"other": "x"}',
+        b"[1, 2]",
+        b"{torn",
+        b"",
+        b'{"text": " \\n"}',
+        b'{"text": "lone \\ud800 surrogate"}',
+        b'{"text": "' + b"x" * 3000 + b'"}',
+        b'{"nested": ' + b"[" * 1900,
+        b'{"text": "NUL \\u0000 stays"}\r',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    found = _read(path)
+    assert _texts(found) == ["after a byte order mark", "NUL \x00 stays"]
+    places = [sum(len(line) + 1 for line in lines[:number]) for number in range(len(lines))]
+    reasons = _left_out(found)
+    assert reasons["invalid UTF-8"] == [places[1]]
+    assert reasons["no text in field 'text'"] == places[2:5]
+    assert reasons["empty"] == [places[7]]
+    assert reasons["too long"] == [places[9]]
+    assert sorted(reasons["invalid JSON"]) == [places[5], places[8], places[10]]
+
+
+def test_parts_of_text_that_are_no_documents_are_left_out(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(SEPARATOR.join([b"one\x00", b"\xff", b" \n", b"x" * 3000, b"two", b"\n"]))
+    found = _read(path)
+    assert _texts(found) == ["one\x00", "two"]
+    assert set(_left_out(found)) == {"invalid UTF-8", "empty", "too long"}
+    path.write_bytes(b"")
+    assert _left_out(_read(path)) == {"empty": [0]}
+
+
+def test_parquet_rows_that_are_no_documents_are_left_out(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = pyarrow.array([b"one", None, b"\xff", b"", b"x" * 3000], pyarrow.binary())
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path)
+    found = _read(path)
+    assert _texts(found) == ["one"]
+    assert _left_out(found) == {
+        "no text in field 'text'": [1],
+        "invalid UTF-8": [2],
+        "empty": [3],
+        "too long": [4],
+    }
+
+
+def test_columns_that_hold_no_text_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"]}), path)
+    with pytest.raises(UsageError, match=r"a\.parquet: no column 'text'; it has content"):
+        _read(path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
+    with pytest.raises(UsageError, match=r"holds int64"):
+        _read(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("defect", ["truncated", "damaged"])
+def test_truncated_and_damaged_files_are_named(
+    tmp_path: pathlib.Path, name: str, defect: str
+) -> None:
+    path = tmp_path / name
+    content = b"".join(
+        json.dumps({"text": os.urandom(99).hex()}).encode() + b"\n" for _ in "ab" * 99
+    )
+    if name.endswith("gz"):
+        path.write_bytes(gzip.compress(content))
+    elif name.endswith("zst"):
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": content.decode().split()}), path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes(each ^ 255 for each in whole[middle:])
+    path.write_bytes(whole[:middle] if defect == "truncated" else flipped)
+    with pytest.raises(DataError, match=rf"{name}: .*{defect}"):
+        _read(path, most_bytes=10**6)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
+def test_bombs_are_refused(
+    tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "HARMLESS_BYTES", 2**22)
+    path = tmp_path / name
+    zeros = bytes(2**23)
+    packed = gzip.compress(zeros) if name.endswith("gz") else zstandard.compress(zeros)
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=rf"{name}: .* over 200 times"):
+        _read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("a.txt.zst", "zstandard", "zstd"), ("a.parquet", "pyarrow", "parquet")],
+)
+def test_a_missing_package_names_its_extra(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    (file,) = find_files([str(tmp_path / name)]).files
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    options = ReadOptions(separator=SEPARATOR, field="text", max_document_bytes=9)
+    with pytest.raises(UsageError, match=rf"paceline\[{extra}\]"):
+        list(read_span(Span(file=file, start=0, end=1, num_bytes=0), options))
