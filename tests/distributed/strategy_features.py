@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from paceline.core.strategies import StrategyName
-from paceline.parallel.strategies import apply_strategy, make_optimizer
+from paceline.parallel.strategies import (
+    apply_strategy,
+    make_optimizer,
+    message_sizes,
+    record_statistics,
+    synchronization_stats,
+)
 
 Cell = Literal["yes", "refused"]
 _WIDTH = 8
@@ -172,9 +178,12 @@ def _names_unused(pair: Pair) -> None:
 
 
 def _tells_times(pair: Pair) -> None:
-    pair.model.record_statistics()
+    record_statistics(pair.model)
     _trains_once(pair)
-    assert pair.model.synchronization_stats() is not None
+    stats = synchronization_stats(pair.model)
+    assert stats is not None
+    assert [bucket.num_bytes for bucket in stats.buckets] == message_sizes(pair.model)
+    assert stats.exposed_wait_s is not None
 
 
 def _saves_for_any(pair: Pair) -> None:
@@ -217,7 +226,7 @@ FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "freeze and unfreeze": (_freezes, dict.fromkeys(OURS, "yes")),
     "unused on some ranks": (_may_leave_out, dict.fromkeys(OURS, "yes")),
     "`explain_unused`": (_names_unused, dict.fromkeys(OURS, "yes")),
-    "`synchronization_stats`": (_tells_times, dict.fromkeys(OURS, "yes")),
+    "`synchronization_stats`": (_tells_times, dict.fromkeys((*OURS, "torch_fsdp2"), "yes")),
     "checkpoint for any world size": (_saves_for_any, dict.fromkeys(STRATEGIES, "yes")),
 }
 """By feature: what shows it, and which strategies it is shown of."""

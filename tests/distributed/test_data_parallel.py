@@ -5,16 +5,19 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel import BucketedDataParallel, RankError, RankPool
+from paceline.parallel.reducer import contract
 from tests.distributed.toys import (
     CONTAINERS,
     MODELS,
@@ -184,6 +187,32 @@ def test_unused_parameters_are_named_with_their_ranks(rank_pool: Pools, containe
         assert found == ["idle.weight on (0, 1, 2)", "idle.bias on (0, 1, 2)"]
     for found in rank_pool(3).run(_explain_unused, "layered", container):
         assert found == []
+
+
+def _explain_to_few(rank: int, _world_size: int) -> tuple[list[tuple[tuple[int, ...], int]], int]:
+    """Explains with room for two ranks; returns also the longest message."""
+    ours, _ = make_pair(rank, "unused", "bucketed")
+    loss_of(ours(data(0, rank), rank)).backward()
+    lengths = []
+    all_reduce = dist.all_reduce
+
+    def measured(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        lengths.append(tensor.numel())
+        return all_reduce(tensor, *arguments, **keywords)
+
+    with (
+        mock.patch.object(contract, "_MOST_NAMED", 2),
+        mock.patch.object(dist, "all_reduce", measured),
+    ):
+        found = ours.explain_unused()
+    return [(unused.ranks, unused.num_ranks) for unused in found], max(lengths)
+
+
+def test_explaining_takes_no_more_where_there_are_more_ranks(rank_pool: Pools) -> None:
+    num_parameters = len(list(Unused().parameters()))
+    for found, longest in rank_pool(4).run(_explain_to_few):
+        assert found == [((0, 1), 4)] * 2
+        assert longest == num_parameters
 
 
 def _skip_backward(rank: int, world_size: int, container: str) -> None:

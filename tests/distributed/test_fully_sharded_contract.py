@@ -257,6 +257,7 @@ class _Idle(nn.Module):
 
 def _explain(rank: int, world_size: int) -> list[tuple[str, tuple[int, ...]]]:
     ours, _ = _pair(rank, _Idle)
+    ours.record_statistics()
     assert ours.synchronization_stats() is None
     loss_of(ours(data(0, rank), rank)).backward()
     stats = ours.synchronization_stats()
@@ -268,6 +269,10 @@ def _explain(rank: int, world_size: int) -> list[tuple[str, tuple[int, ...]]]:
     assert max(bucket.num_bytes for bucket in stats.buckets) == 4 * world_size * shard
     assert stats.backward_s >= 0
     assert stats.exposed_wait_s > 0
+    with torch.no_grad():
+        ours(data(0, rank), rank)
+    assert ours.synchronization_stats() == stats  # What only looks is no part of a step.
+    assert ours.message_bytes() == [bucket.num_bytes for bucket in stats.buckets]
     return [(unused.name, unused.ranks) for unused in ours.explain_unused()]
 
 
@@ -519,9 +524,8 @@ def _dtypes(rank: int, world_size: int) -> None:
     output = ours(data(0, rank), rank)
     assert output.dtype == torch.float32
     loss_of(output).backward()
-    stats = ours.synchronization_stats()
     third = 4 * world_size * (-(-WIDTH // world_size) * 40 + 4 + 4)
-    assert stats.buckets[0].num_bytes == third
+    assert ours.message_bytes()[0] == third
     for parameter in ours.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
@@ -554,3 +558,18 @@ def test_how_much_is_gathered_is_chosen(rank_pool: Pools) -> None:
     assert pool.run(_gathers, {"prefetch": 0})[0] == (1, 1, 1)
     assert pool.run(_gathers, {"prefetch": 4})[0] == (5, 5, 1)
     assert pool.run(_gathers, {"reshard_after_forward": False})[0] == (6, 3, 6)
+
+
+def _groups_in_turn(rank: int, world_size: int) -> None:
+    for _ in range(2):
+        group = dist.new_group(list(range(world_size)))
+        ours = FullyShardedDataParallel(Layered(), process_group=group)
+        full = ours.full_state_dict()
+        for name, parameter in ours.named_parameters():
+            assert torch.equal(parameter.full_tensor(), full[name])
+        del ours, parameter
+        dist.destroy_process_group(group)
+
+
+def test_shards_of_a_group_are_not_taken_for_those_of_one_that_is_gone(rank_pool: Pools) -> None:
+    rank_pool(2).run(_groups_in_turn)

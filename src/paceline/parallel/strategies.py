@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 # Imported before there is a group: whatever group exists then becomes a default argument in it.
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -28,8 +26,10 @@ from paceline.parallel.ddp.containers import (
     OverlappedDataParallel,
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.reducer.backward_pass import SynchronizationStats
 from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.module_checks import persistent_buffers
+from paceline.parallel.torch_fsdp2 import apply_fsdp2, traffic_of
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 
@@ -86,18 +86,31 @@ def message_sizes(module: nn.Module) -> list[int]:
         # Buckets are arranged anew after the first step; until then there are only the first ones.
         text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         return [int(size) for size in text.split(",")]
-    return []
+    return [] if (traffic := traffic_of(module)) is None else traffic.message_bytes()
 
 
-def _torch_fsdp2(module: nn.Module) -> nn.Module:
-    """Shards each block, and then what is left, as its documentation advises."""
-    device = next(module.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layers in [child for child in module.modules() if isinstance(child, nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+def record_statistics(module: nn.Module, enabled: bool = True) -> None:
+    """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+
+    Args:
+        module: What a strategy has wrapped.
+        enabled: Whether to keep them.
+    """
+    if isinstance(module, DataParallelContainer):
+        module.record_statistics(enabled)
+    elif (traffic := traffic_of(module)) is not None:
+        traffic.record_statistics(enabled)
+
+
+def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:
+    """Returns sizes and times of the last synchronisation of a wrapped module on this rank.
+
+    None before it, where nobody has asked to `record_statistics` before, and of torch's
+    DistributedDataParallel, which does not tell them.
+    """
+    if isinstance(module, DataParallelContainer):
+        return module.synchronization_stats()
+    return None if (traffic := traffic_of(module)) is None else traffic.stats()
 
 
 def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> nn.Module:
@@ -129,5 +142,5 @@ _WRAP: dict[StrategyName, Callable[..., nn.Module]] = {
     "sharded": ShardedDataParallel,
     "sharded_per_bucket": functools.partial(ShardedDataParallel, step_mode="in_backward"),
     "fully_sharded": FullyShardedDataParallel,
-    "torch_fsdp2": _torch_fsdp2,
+    "torch_fsdp2": apply_fsdp2,
 }

@@ -124,7 +124,10 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("departure", "num_sweeps", "num_draws", "level", "total_flops"),
     ),
     # Random training programs under a container, compared with one process.
-    "fuzz": (("container", "first_seed", "programs", "world_size", *_PLACE), ("tolerance",)),
+    "fuzz": (
+        ("container", "first_seed", "programs", "world_size", *_PLACE),
+        ("dtype", "tolerance"),
+    ),
     # What one rank of many pays before the first step.
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
     # Reading training data, beside another way to do it where there is a baseline.

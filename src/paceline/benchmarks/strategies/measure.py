@@ -28,7 +28,8 @@ from paceline.core.strategies import SHARDED_PARAMETERS
 from paceline.kernels.named_range import named_range
 from paceline.parallel.ddp.bucket_size import BucketSizeChoice
 from paceline.parallel.ddp.containers import BucketedDataParallel
-from paceline.parallel.ranks.collectives import reduce_numbers
+from paceline.parallel.fsdp.container import FullyShardedDataParallel
+from paceline.parallel.ranks.collectives import reduce_numbers, reduce_scatter_single
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between, synchronize
 from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
 from paceline.parallel.reducer.hooks import when_complete
@@ -110,15 +111,21 @@ class DataParallelStep(StrategyStep):
 
     def time_communication(self) -> float:
         """Returns the seconds that the last step's messages take when nothing else goes on."""
-        sizes = message_sizes(self.model)
-        messages = [torch.zeros(size // 4, device=self.device) for size in sizes]
+        num_ranks = dist.get_world_size()
+        # Up to a multiple of the ranks, each of which gets as much of what is reduce-scattered.
+        lengths = [-(-size // (4 * num_ranks)) * num_ranks for size in message_sizes(self.model)]
+        messages = [torch.zeros(length, device=self.device) for length in lengths]
         dist.barrier()
         synchronize(self.device)
         began = time.perf_counter()
         works: list[dist.Work | ReduceScatter] = []
         for message in messages:
-            if isinstance(self.model, ShardedDataParallel):
+            if isinstance(self.model, (ShardedDataParallel, FullyShardedDataParallel)):
                 works.append(start_reduce_scatter(message, self.model.process_group))
+                continue
+            if self.strategy == "torch_fsdp2":
+                own = torch.empty(message.numel() // num_ranks, device=self.device)
+                reduce_scatter_single(own, message)
                 continue
             work = dist.all_reduce(message, async_op=True)
             assert work is not None

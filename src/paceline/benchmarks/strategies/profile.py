@@ -26,7 +26,7 @@ from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND
 from paceline.parallel.ddp.bucket_size import GroupCost, measure_group
 from paceline.parallel.reducer.backward_pass import SynchronizationStats
-from paceline.parallel.reducer.contract import DataParallelContainer
+from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.records import Record
 from paceline.traces.capture.profiler import record_ranks
 from paceline.traces.records import part_samples
@@ -38,7 +38,7 @@ class TracedRounds:
     """What one rank knows of the rounds besides their trace."""
 
     stats: list[list[SynchronizationStats | None]]
-    """Figures that containers report, by variant and round; None where one is not ours."""
+    """Figures that containers report, by variant and round; None where one reports none."""
     cost: GroupCost
     """Cost of all-reduces in the group."""
 
@@ -68,18 +68,12 @@ def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> 
     comparison = current()
     stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
     for step in comparison.steps:
-        if isinstance(step.model, DataParallelContainer):
-            step.model.record_statistics()
+        record_statistics(step.model)
     with record_ranks(trace, device):
         for _ in range(num_rounds):
             comparison.run_round(measured=False)
             for step, of_variant in zip(comparison.steps, stats, strict=True):
-                model = step.model
-                of_variant.append(
-                    model.synchronization_stats()
-                    if isinstance(model, DataParallelContainer)
-                    else None
-                )
+                of_variant.append(synchronization_stats(step.model))
     group = dist.group.WORLD
     assert group is not None
     return TracedRounds(stats=stats, cost=measure_group(group, device))
@@ -99,12 +93,14 @@ def _records(
         fields = case_fields(case, variant, ranks)
         for rank, steps in by_rank.items():
             numbers = {**part_samples(steps), **_details(steps[drawn])}
-            known = [of_round for of_round in stats if of_round is not None]
+            reported = [of_round.exposed_wait_s for of_round in stats if of_round is not None]
+            known = [seconds for seconds in reported if seconds is not None]
             if rank == min(by_rank) and known:
-                numbers["reported_exposed_s"] = [of_round.exposed_wait_s for of_round in known]
+                numbers["reported_exposed_s"] = known
             yield measured("timeline", {**fields, "rank": rank}, numbers)
         prediction = stats[drawn]
-        if prediction is not None:
+        # FSDP2 sends nothing while it computes on a CPU, which the recurrence takes for granted.
+        if prediction is not None and variant.strategy != "torch_fsdp2":
             spans = first[drawn].times.ranges
             backward_ns = next(span.start for span in spans if span.name == BACKWARD)
             expected = _predict(prediction, traced.cost, backward_ns * NANOSECOND)

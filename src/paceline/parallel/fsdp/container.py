@@ -53,10 +53,15 @@ from paceline.parallel.reducer.backward_pass import (
     SynchronizationStats,
     current_pass,
 )
+from paceline.parallel.reducer.changes import Changes, describe_change
 from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.gradient_norm import LocalGradients
 from paceline.parallel.reducer.module_checks import require_supported, resolve_group
-from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
+from paceline.parallel.reducer.same_model import (
+    broadcast_tensors,
+    describe_model,
+    require_same_model,
+)
 
 
 class FullyShardedDataParallel(DataParallelContainer):
@@ -124,7 +129,9 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         dtypes = f"compute_dtype {compute_dtype}, reduce_dtype {reduce_dtype}"
-        require_same_model(module, f"{dtypes}, prefetch {prefetch}", group, own_device)
+        self._description = f"{dtypes}, prefetch {prefetch}"
+        require_same_model(module, self._description, group, own_device)
+        self._changes = Changes(self._group_reference, own_device)
         if not on_meta:
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
         self._traffic = Traffic(own_device, self._sync_state)
@@ -140,6 +147,8 @@ class FullyShardedDataParallel(DataParallelContainer):
                 traffic=self._traffic,
             ),
         )
+        self._agreed = self._trained_now()
+        """Which parameters all ranks were last seen to train."""
         self._loads = LoadsFullTensors(module, self._layers)
         if on_meta:
             self._loads.are_values_missing = initialize is None
@@ -175,6 +184,8 @@ class FullyShardedDataParallel(DataParallelContainer):
         if current_pass() != OUTSIDE_BACKWARD:
             return _cast(self.module(*arguments, **keywords), self._output_dtype)
         self._loads.require_values()
+        if self.is_distributed and torch.is_grad_enabled():
+            self._follow_changes()
         self._schedule.begin_forward()
         try:
             output = self.module(*arguments, **keywords)
@@ -186,16 +197,43 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._schedule.end_forward()
         return _cast(output, self._output_dtype)
 
+    def _trained_now(self) -> list[bool]:
+        return [p.shard.requires_grad for layer in self._layers for p in layer.parameters]
+
+    def _follow_changes(self) -> None:
+        """Makes sure that all ranks have frozen and unfrozen the same parameters.
+
+        A rank that trains nothing of a layer sends no message of it, which others would wait for.
+        """
+        current = self._trained_now()
+        if current == self._agreed:
+            return
+        parameters = [parameter for layer in self._layers for parameter in layer.parameters]
+        shards = [parameter.shard for parameter in parameters]
+        change = describe_change(
+            [parameter.name for parameter in parameters],
+            list(zip(shards, self._agreed, strict=True)),
+            list(zip(shards, current, strict=True)),
+        )
+        if not self._changes.agree(change, describe_model(self.module, self._description)):
+            require_same_model(self.module, self._description, self.process_group, self._device)
+        self._agreed = current
+
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: gradients are averaged when backward returns."""
 
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank; None before it.
+        """Returns sizes and times of the last synchronisation on this rank.
 
-        A bucket is a layer's message of gradients, in the order in which they were sent. What was
-        exposed are all waits of the step, for parameters in forward too.
+        None before it, and where nobody has asked to `record_statistics` before. A bucket is a
+        layer's message of gradients, in the order in which they were sent. What was exposed are all
+        waits of the step, for parameters in forward too.
         """
         return self._traffic.stats()
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each layer's message of gradients in the last synchronisation."""
+        return self._traffic.message_bytes()
 
     def _arrived(self) -> dict[str, bool]:
         return self._schedule.arrived

@@ -87,7 +87,10 @@ def resolve_sharding(
     if isinstance(where, DeviceMesh):
         mesh = where
     else:
-        mesh = DeviceMesh.from_group(group, device.type)
+        # Meshes of the same ranks are equal to torch, which would go on to use what it remembers of
+        # one whose group has been destroyed; with names of their own they are not.
+        name = None if group is dist.group.WORLD else (f"shard of group {group.group_name}",)
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=name)
         # The mesh finds the group by its name, and must not keep it alive when it is destroyed.
         mesh._pg_registry.clear()
     reference = GroupReference(group)

@@ -1,7 +1,9 @@
 """What a rank has sent and waited for since its last synchronisation: one record for all layers."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -21,10 +23,41 @@ class _Message:
     finished: Moment
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Step:
+    """All passes up to one whose gradients are averaged."""
+
+    keeps_time: bool
+    started: Moment = math.nan
+    over: Moment = math.nan
+    messages: list[_Message] = dataclasses.field(default_factory=list)
+    waits: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
+    sees_waits: bool = True
+
+    def stats(self) -> SynchronizationStats | None:
+        """Returns sizes and times, if these were kept."""
+        if not self.keeps_time:
+            return None
+        waited_s = sum(seconds_between(*wait) for wait in self.waits)
+        return SynchronizationStats(
+            buckets=tuple(
+                BucketStats(
+                    num_bytes=message.num_bytes,
+                    num_parameters=message.num_parameters,
+                    launch_s=seconds_between(self.started, message.launched),
+                    finish_s=seconds_between(self.started, message.finished),
+                )
+                for message in self.messages
+            ),
+            backward_s=seconds_between(self.started, self.over),
+            exposed_wait_s=waited_s if self.sees_waits else None,
+        )
+
+
 class Traffic:
     """Messages of gradients, and waits for these and for parameters.
 
-    On a GPU times need events, which are recorded only if somebody has asked for statistics.
+    Sizes are always known, times only if somebody has asked for statistics.
 
     Args:
         device: Whose time counts.
@@ -34,35 +67,31 @@ class Traffic:
     def __init__(self, device: torch.device, sync_state: SyncState) -> None:
         self._device = device
         self._sync_state = sync_state
-        self._started: Moment = math.nan
-        self._over: Moment = math.nan
-        self._messages: list[_Message] = []
-        self._waits: list[tuple[Moment, Moment]] = []
-        self._last: SynchronizationStats | None = None
-        self._is_complete = False
+        self._step = _Step(keeps_time=False)
+        self._last: _Step | None = None
+        self._belongs_to_step = False
 
     def begin_forward(self) -> None:
-        """Begins a pass: what its layers wait for counts with the backward that follows."""
-        if self._is_complete:
-            self._messages, self._waits, self._is_complete = [], [], False
+        """Begins a pass: what its layers wait for counts with the backward that follows, if any."""
+        self._begin_pass(torch.is_grad_enabled())
 
     def begin_backward(self) -> None:
         """Begins to count from the gradient of the output."""
-        self.begin_forward()
-        self._started = self._now()
+        self._begin_pass(True)
+        self._step.started = self._now()
 
     def end_backward(self) -> None:
         """Backward is over; what is waited for from here on is exposed in any case."""
-        self._over = self._now()
+        self._step.over = self._now()
 
     def complete(self) -> None:
         """All gradients have been received."""
-        self._is_complete = True
+        self._last, self._step = self._step, _Step(keeps_time=False)
 
     def sent(self, num_bytes: int, num_parameters: int) -> None:
         """Counts a message of gradients."""
         moment = self._now()
-        self._messages.append(
+        self._step.messages.append(
             _Message(
                 num_bytes=num_bytes, num_parameters=num_parameters, launched=moment, finished=moment
             )
@@ -75,37 +104,45 @@ class Traffic:
             pending: What for.
             message: The number of a message of gradients.
         """
-        before = self._now()
-        with named_range(WAIT):
+        with named_range(WAIT), self.waiting(message):
             pending.wait()
-        after = self._now()
-        self._waits.append((before, after))
-        if message is not None:
-            self._messages[message].finished = after
+
+    @contextlib.contextmanager
+    def waiting(self, message: int | None = None) -> Iterator[None]:
+        """Counts what is inside as a wait.
+
+        Args:
+            message: The number of a message of gradients that has arrived when it is over.
+        """
+        before = self._now()
+        yield
+        step = self._step
+        if step.keeps_time and self._belongs_to_step:
+            step.waits.append((before, self._now()))
+            if message is not None:
+                step.messages[message].finished = step.waits[-1][1]
+
+    def lose_sight_of_waits(self) -> None:
+        """Somebody waits elsewhere in this step, so that the sum of the waits is unknown."""
+        self._step.sees_waits = False
+
+    def _begin_pass(self, belongs_to_step: bool) -> None:
+        self._belongs_to_step = belongs_to_step
+        if not (self._step.messages or self._step.waits):
+            self._step.keeps_time = self._sync_state.records_statistics
 
     def _now(self) -> Moment:
-        keeps_time = self._device.type != "cuda" or self._sync_state.records_statistics
-        return now(self._device) if keeps_time else math.nan
+        return now(self._device) if self._step.keeps_time else math.nan
 
     @property
     def num_messages(self) -> int:
-        """How many messages of gradients were sent in this pass."""
-        return len(self._messages)
+        """How many messages of gradients were sent in this step."""
+        return len(self._step.messages)
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of gradients in the last synchronisation."""
+        return [] if self._last is None else [m.num_bytes for m in self._last.messages]
 
     def stats(self) -> SynchronizationStats | None:
         """Returns what is known of the last synchronisation; None before the first."""
-        if self._is_complete:
-            self._last = SynchronizationStats(
-                buckets=tuple(
-                    BucketStats(
-                        num_bytes=message.num_bytes,
-                        num_parameters=message.num_parameters,
-                        launch_s=seconds_between(self._started, message.launched),
-                        finish_s=seconds_between(self._started, message.finished),
-                    )
-                    for message in self._messages
-                ),
-                backward_s=seconds_between(self._started, self._over),
-                exposed_wait_s=sum(seconds_between(*wait) for wait in self._waits),
-            )
-        return self._last
+        return None if self._last is None else self._last.stats()

@@ -14,6 +14,7 @@ may be gone.
 import atexit
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -33,7 +34,22 @@ def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> Col
     rank = dist.get_rank() if dist.is_initialized() else "?"
     cause = str(error).partition("\n")[0]
     size = format_decimal(num_bytes, "B")
-    return CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}")
+    explanations = (explain() for reference in _explain if (explain := reference()) is not None)
+    known = "".join(f"; {explanation}" for explanation in explanations if explanation)
+    return CollectiveError(f"rank {rank}: {operation} of {size} failed: {cause}{known}")
+
+
+def explain_failures(explain: Callable[[], str | None]) -> None:
+    """Has a method asked what it knows of the cause when a collective has failed.
+
+    Args:
+        explain: Its object is not kept alive.
+    """
+    _explain[:] = [reference for reference in _explain if reference() is not None]
+    _explain.append(weakref.WeakMethod(explain))
+
+
+_explain: list[weakref.WeakMethod[Callable[[], str | None]]] = []
 
 
 class Pending:

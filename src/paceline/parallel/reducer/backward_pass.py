@@ -40,8 +40,9 @@ class SynchronizationStats:
     """Each bucket's size, launch and finish, in the order of the plan."""
     backward_s: float
     """From the gradient of the module's output to the end of backward."""
-    exposed_wait_s: float
-    """From the end of backward to the end of the last all-reduce."""
+    exposed_wait_s: float | None
+    """From the end of backward to the end of the last all-reduce. Where parameters travel too, all
+    waits of the step; None where waits cannot be seen, as those of torch's FSDP2 on a GPU."""
 
 
 class RunTimes:

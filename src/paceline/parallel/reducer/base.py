@@ -26,11 +26,13 @@ from paceline.parallel.buckets import (
     plan_buckets,
     tensor_spec,
 )
+from paceline.parallel.ranks.pending import collective_error
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
     SynchronizationStats,
     current_pass,
 )
+from paceline.parallel.reducer.changes import Changes, describe_change
 from paceline.parallel.reducer.contract import DataParallelContainer
 from paceline.parallel.reducer.gradient_bucket import GradientBucket
 from paceline.parallel.reducer.gradient_norm import LocalGradients
@@ -40,7 +42,11 @@ from paceline.parallel.reducer.module_checks import (
     resolve_group,
     tensors_in,
 )
-from paceline.parallel.reducer.same_model import broadcast_tensors, require_same_model
+from paceline.parallel.reducer.same_model import (
+    broadcast_tensors,
+    describe_model,
+    require_same_model,
+)
 from paceline.parallel.reducer.settings import LaunchPolicy, Settings
 from paceline.parallel.reducer.synchronizer import GradientSynchronizer
 
@@ -90,12 +96,15 @@ class DataParallel(DataParallelContainer):
         self._agreed: _Trained = []
         """What all ranks were last seen to have."""
         self._is_agreed = True
+        self._changes: Changes | None = None
         self._synchronizer: GradientSynchronizer | None = None
         self._replicated_buckets: list[Bucket] = []
         self._num_builds = 0
         self._state_buffers: list[str] = []
         if self._synchronizes:
-            self._agree(_trained_now(module))
+            self._require_same_model()
+            self._agreed = _trained_now(module)
+            self._changes = Changes(self._group_reference, self._device)
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
             self._build()
             if broadcast_buffers:
@@ -170,11 +179,17 @@ class DataParallel(DataParallelContainer):
         if sync_state.synchronize and self.training:
             sync_state.forward_is_pending = True
             if self._state_buffers:
-                buffers = dict(self.module.named_buffers())
-                broadcast_tensors(
-                    [buffers[name] for name in self._state_buffers], self.process_group
-                )
+                self._broadcast_buffers()
         return self._synchronizer
+
+    def _broadcast_buffers(self) -> None:
+        named = dict(self.module.named_buffers())
+        buffers = [named[name] for name in self._state_buffers]
+        try:
+            broadcast_tensors(buffers, self.process_group)
+        except RuntimeError as error:
+            num_bytes = sum(buffer.nbytes for buffer in buffers)
+            raise collective_error("broadcast of buffers", num_bytes, error) from error
 
     def _follow_changes(self, *, agree: bool) -> None:
         """Starts anew where parameters were frozen, unfrozen or replaced since the last pass.
@@ -191,7 +206,12 @@ class DataParallel(DataParallelContainer):
             self._build()
 
     def _agree(self, current: "_Trained") -> None:
-        self._require_same_model()
+        assert self._changes is not None
+        names = [name for name, _ in self.module.named_parameters()]
+        change = describe_change(names, self._agreed, current)
+        lines = describe_model(self.module, self._describe_settings())
+        if not self._changes.agree(change, lines):
+            self._require_same_model()
         self._agreed = current
         self._is_agreed = True
 

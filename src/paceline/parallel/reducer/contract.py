@@ -22,6 +22,8 @@ from paceline.parallel.reducer.gradient_norm import LocalGradients, clip_gradien
 from paceline.parallel.reducer.settings import GroupReference, SyncState
 
 _INNER = "module"
+_MOST_NAMED = 16
+"""So many ranks without a gradient are named at most: what is exchanged must not grow with them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,9 @@ class UnusedParameter:
     name: str
     """As the module calls it."""
     ranks: tuple[int, ...]
-    """Ranks of the group on which it had none."""
+    """Ranks of the group on which it had none, the first 16 of them."""
+    num_ranks: int
+    """How many there are."""
 
 
 class DataParallelContainer(nn.Module, abc.ABC):
@@ -145,9 +149,9 @@ class DataParallelContainer(nn.Module, abc.ABC):
         """
         self._sync_state.records_statistics = enabled
 
+    @abc.abstractmethod
     def message_bytes(self) -> list[int]:
-        """Returns the size of each message of gradients in the last synchronisation, if known."""
-        return []
+        """Returns the size of each message of gradients in the last synchronisation."""
 
     @abc.abstractmethod
     def synchronization_stats(self) -> SynchronizationStats | None:
@@ -160,23 +164,31 @@ class DataParallelContainer(nn.Module, abc.ABC):
         """Names the parameters without a gradient in the last synchronised pass, and the ranks.
 
         All ranks must call it. Where nothing was synchronised, as by one rank, there is nothing to
-        name.
+        name. A rank holds a few numbers per parameter, however many ranks there are.
         """
         arrived = self._arrived()
         if not arrived:
             return []
-        missing = torch.tensor(
-            [not yes for yes in arrived.values()], dtype=torch.uint8, device=self._device
-        )
-        gathered = [
-            torch.empty_like(missing) for _ in range(dist.get_world_size(self.process_group))
-        ]
-        dist.all_gather(gathered, missing, group=self.process_group)
-        by_parameter = torch.stack(gathered).T.tolist()
+        group = self.process_group
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        missing = torch.tensor([not yes for yes in arrived.values()], device=self._device)
+        counts = missing.long()
+        dist.all_reduce(counts, group=group)
+        ranks = torch.full_like(counts, -1)
+        named = []
+        for _ in range(min(int(counts.max()), _MOST_NAMED)):
+            # Each round finds, of every parameter, the first rank behind the one found before.
+            is_next = missing & (ranks < rank)
+            ranks = torch.where(is_next, rank, num_ranks)
+            dist.all_reduce(ranks, dist.ReduceOp.MIN, group=group)
+            named.append(ranks.tolist())
+        by_parameter = zip(arrived, counts.tolist(), *named, strict=True)
         return [
-            UnusedParameter(name=name, ranks=tuple(rank for rank, no in enumerate(ranks) if no))
-            for name, ranks in zip(arrived, by_parameter, strict=True)
-            if any(ranks)
+            UnusedParameter(
+                name=name, ranks=tuple(one for one in first if one < num_ranks), num_ranks=count
+            )
+            for name, count, *first in by_parameter
+            if count
         ]
 
     @abc.abstractmethod

@@ -36,18 +36,28 @@ def require_same_model(
         group: The ranks to compare.
         device: Where to communicate from.
     """
-    own = [
-        *(f"parameter {_describe(*named)}" for named in module.named_parameters()),
-        *(f"buffer {_describe(*named)}" for named in module.named_buffers()),
-        f"settings {settings}",
-    ]
-    digest = hashlib.sha256("\n".join(own).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
+    own = describe_model(module, settings)
+    number = fingerprint(own)
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, negated_smallest = extremes.tolist()
     if largest != -negated_smallest:
         _raise_first_difference(own, group, device)
+
+
+def describe_model(module: nn.Module, settings: str) -> list[str]:
+    """Returns a line for each thing that must be the same on all ranks."""
+    return [
+        *(f"parameter {_describe(*named)}" for named in module.named_parameters()),
+        *(f"buffer {_describe(*named)}" for named in module.named_buffers()),
+        f"settings {settings}",
+    ]
+
+
+def fingerprint(lines: Sequence[str]) -> int:
+    """Returns a number that differs where lines do."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def _describe(name: str, tensor: Tensor) -> str:

@@ -151,8 +151,8 @@ class ShardedDataParallel(DataParallel):
         it, and where nobody has asked to `record_statistics` before.
         """
         stats = super().synchronization_stats()
-        if stats is None:
-            return None
+        if stats is None or stats.exposed_wait_s is None:
+            return stats
         waited_s = sum(seconds_between(*moments) for moments in self._forward_waits)
         return dataclasses.replace(stats, exposed_wait_s=stats.exposed_wait_s + waited_s)
 

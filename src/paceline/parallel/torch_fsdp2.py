@@ -1,0 +1,160 @@
+"""torch's FSDP2, which tells what it sends and waits for as our containers do.
+
+FSDP2 calls its collectives through objects that may be replaced. Here these are torch's own, which
+are counted and, if somebody asks, timed. On a CPU each call returns when its message has arrived,
+so that all the time spent in calls is exposed. On a GPU they run in streams of their own: FSDP2
+makes the computing stream wait for them where nobody else can see it, and what is exposed is
+unknown.
+"""
+
+import itertools
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.reducer.backward_pass import (
+    OUTSIDE_BACKWARD,
+    SynchronizationStats,
+    current_pass,
+)
+from paceline.parallel.reducer.module_checks import tensors_in
+from paceline.parallel.reducer.settings import SyncState
+
+
+class TorchTraffic:
+    """Messages and waits of a module that FSDP2 shards.
+
+    Args:
+        device: Where its parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocks = device.type == "cpu"
+        """Whether a call returns only when its message has arrived."""
+        self._sync_state = SyncState()
+        self.traffic = Traffic(device, self._sync_state)
+        self._in_backward = False
+
+    def record_statistics(self, enabled: bool) -> None:
+        """Has the moments of the steps to come kept, or no longer."""
+        self._sync_state.records_statistics = enabled
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of gradients in the last synchronisation."""
+        return self.traffic.message_bytes()
+
+    def stats(self) -> SynchronizationStats | None:
+        """Returns sizes and times of the last synchronisation, if they were recorded."""
+        return self.traffic.stats()
+
+    def before_forward(self, *_: object) -> None:
+        """Begins a pass, before anything of it is gathered."""
+        if current_pass() == OUTSIDE_BACKWARD:  # Otherwise a checkpoint computes it a second time.
+            self._in_backward = False  # An error may have ended the last one.
+            self.traffic.begin_forward()
+
+    def after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        """Watches for the gradients of the output, before FSDP2 does."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self.traffic.begin_backward()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.traffic.end_backward()
+        # FSDP2 sends its last messages in a callback that stands in the queue before this one.
+        Variable._execution_engine.queue_callback(self._complete)
+
+    def _complete(self) -> None:
+        self._in_backward = False
+        if self.traffic.num_messages:
+            self.traffic.complete()
+
+
+class _CountedAllGather(DefaultAllGather):
+    """torch's all-gather of parameters, in which a rank waits."""
+
+    def __init__(self, traffic: TorchTraffic) -> None:
+        self._traffic = traffic
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if async_op or not self._traffic.blocks:
+            self._traffic.traffic.lose_sight_of_waits()
+        with self._traffic.traffic.waiting():
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    """torch's reduce-scatter of gradients, one message of them."""
+
+    def __init__(self, traffic: TorchTraffic, num_parameters: int) -> None:
+        self._traffic = traffic
+        self._num_parameters = num_parameters
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        traffic = self._traffic.traffic
+        if async_op or not self._traffic.blocks:
+            traffic.lose_sight_of_waits()
+        traffic.sent(input_tensor.nbytes, self._num_parameters)
+        with traffic.waiting(traffic.num_messages - 1):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+_known: MutableMapping[nn.Module, TorchTraffic] = weakref.WeakKeyDictionary()
+
+
+def apply_fsdp2(module: nn.Module) -> nn.Module:
+    """Shards each block, and then what is left, as FSDP2's documentation advises."""
+    device = next(module.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    traffic = TorchTraffic(device)
+    # Both hooks come before FSDP2's own: this one is made earlier, the other one is put in front.
+    module.register_forward_hook(traffic.after_forward)
+    counted: set[nn.Parameter] = set()
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
+    for part in [*itertools.chain.from_iterable(lists), module]:
+        own = set(part.parameters()) - counted
+        fully_shard(part, mesh=mesh)
+        counted |= set(part.parameters())
+        assert isinstance(part, FSDPModule)
+        if own:
+            part.set_custom_all_gather(_CountedAllGather(traffic))
+            part.set_custom_reduce_scatter(_CountedReduceScatter(traffic, len(own)))
+    module.register_forward_pre_hook(traffic.before_forward, prepend=True)
+    _known[module] = traffic
+    return module
+
+
+def traffic_of(module: nn.Module) -> TorchTraffic | None:
+    """Returns the messages and waits of a module that `apply_fsdp2` has sharded."""
+    return _known.get(module)
