@@ -5,6 +5,7 @@
 A test compares the tables with what is committed, so that docs and records cannot part.
 """
 
+import json
 import pathlib
 import re
 import sys
@@ -12,7 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from docs_diagrams import plot_stages
-from docs_tables import repeats_table
+from docs_tables import data_loader_table, data_prepare_table, data_resume_table, repeats_table
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
@@ -20,6 +21,7 @@ from paceline.accounting.goodput import best_checkpoint_interval_s, goodput, int
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
+from paceline.data.inspect.lengths import DocumentLengths
 from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_others
 from paceline.prediction.records import backtest_cases
 from paceline.records import Record, RecordStore, latest_per_case
@@ -27,6 +29,7 @@ from paceline.records.kinds import PREDICTION
 from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
+from paceline.reports.plots.document_lengths import plot_document_lengths
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
@@ -112,6 +115,8 @@ OTHER_TABLES = {
         "profile-allocations",
     ),
     "profile-memory": ("profile-memory",),
+    "data-loader": ("data-loader", "data-resume"),
+    "data-prepare": ("data-prepare",),
     "step-backtest": ("step-backtest",),
     "calibration-repeats": ("calibration-repeats",),
     "scaling-course": ("scaling-course",),
@@ -254,13 +259,20 @@ def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
     return [*leave_one_out(counted), *predict_others(others, counted)], len(counted)
 
 
+def draw_lengths() -> "Figure":
+    """Draws how long the documents of the worked example are."""
+    shown = json.loads((RESULTS / "data-corpus.json").read_text(encoding="utf-8"))
+    lengths = DocumentLengths(**{**shown["lengths"], "counts": tuple(shown["lengths"]["counts"])})
+    return plot_document_lengths(lengths, "the corpus of the worked example", 2048)
+
+
 def draw_backtest() -> "Figure":
     """Draws predicted steps beside measured ones."""
     held_out, counted = backtested_steps()
     return plot_backtest(held_out, counted=counted)
 
 
-DRAWN = {**SCHEMES, "step-backtest": draw_backtest}
+DRAWN = {**SCHEMES, "step-backtest": draw_backtest, "data-lengths": draw_lengths}
 """Pictures that are not a plot of one store."""
 
 
@@ -360,6 +372,9 @@ def tables() -> dict[str, str]:
         "step-backtest.md": render_markdown(backtest_table(held_out, counted=counted)),
         "calibration-repeats.md": render_markdown(repeats_table(repeated)),
         "scale-ranks.md": scale_by_ranks(),
+        "data-loader.md": render_markdown(data_loader_table(read("data-loader"))),
+        "data-resume.md": render_markdown(data_resume_table(read("data-loader"))),
+        "data-prepare.md": render_markdown(data_prepare_table(read("data-prepare"))),
         "benchmarks.md": benchmarks(),
     }
     return {**made, **profiled, **others}

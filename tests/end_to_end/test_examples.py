@@ -7,7 +7,10 @@ import sys
 from typing import get_args
 
 from paceline.core.strategies import StrategyName
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.data.loader.loader import TokenLoader
 from paceline.records import RecordStore
+from tests.unit.data.dataset_factory import random_documents, write_dataset
 from tests.unit.record_factory import step_record
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,3 +93,22 @@ def test_any_strategy_gives_the_same_losses() -> None:
     strategies.remove("sharded_per_bucket")  # Its buckets step before a norm is known.
     (clipped,) = losses(strategies, "--max-norm", "0.1")
     assert clipped != plain
+
+
+def test_batches_are_read_by_any_number_of_ranks(tmp_path: pathlib.Path) -> None:
+    tokens = tmp_path / "tokens"
+    write_dataset(tokens, random_documents(6000), shard_tokens=1000)
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "read_tokens.py", tokens],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"step {step}" for step in range(6)]
+    config = LoaderConfig(
+        sources=(SourceConfig(place=str(tokens)),), context_length=64, batch_size=12, seed=1
+    )
+    with TokenLoader(config) as alone:
+        digests = [f"{next(alone).digest:016x}" for _ in range(6)]
+    assert [line.rpartition(" ")[2] for line in lines] == digests

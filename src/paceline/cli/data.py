@@ -56,10 +56,15 @@ class PrepareCommand:
 
     def run(self) -> int:
         """Prepares, and prints what came of it."""
+        from paceline.data.prepare.inputs import find_prepared
         from paceline.data.prepare.run import prepare
 
-        with transfer_progress("preparing") as progress:
-            manifest = prepare(self.config, progress)
+        manifest = find_prepared(self.config)
+        if manifest is not None:
+            say(f"paceline: {self.config.out} is prepared already; nothing to do")
+        else:
+            with transfer_progress("tokenizing") as progress:
+                manifest = prepare(self.config, progress)
         if self.output.json:
             print_json(manifest_summary(manifest, self.config.out))
         else:
@@ -228,6 +233,6 @@ def _beginnings(
     from paceline.data.inspect.excerpts import document_beginnings
     from paceline.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(storage.read(TOKENIZER).decode())
+    tokenizer = Tokenizer(storage.read(TOKENIZER).decode(), manifest.end_of_document)
     beginnings = document_beginnings(storage, manifest, split, number, _EXCERPT_TOKENS)
     return [" ".join(tokenizer.decode(tokens).split()) for tokens in beginnings]

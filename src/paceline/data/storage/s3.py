@@ -150,7 +150,12 @@ def _connect(url: str) -> "S3Store":
         ) from error
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     # Plain HTTP is for servers on one's own machine, which the endpoint says.
-    return S3Store.from_url(url, client_options={"allow_http": endpoint.startswith("http://")})
+    return S3Store.from_url(
+        url,
+        client_options={"allow_http": endpoint.startswith("http://")},
+        # Repeated here as well: each of ours is an attempt from the beginning.
+        retry_config={"max_retries": 2},
+    )
 
 
 def _first_line(error: BaseException) -> str:

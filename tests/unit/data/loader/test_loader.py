@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import DataError, UsageError
+from paceline.data.loader import loader as loader_module
 from paceline.data.loader.batches import Batch, BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
@@ -77,6 +78,25 @@ def test_resumed_pieces_are_one_uninterrupted_run(places: list[str], data: st.Da
     assert np.concatenate(rows).tolist() == np.concatenate([b.rows for b in expected]).tolist()
     assert digests == [batch.digest for batch in expected]
     assert [batch.step for batch in expected] == list(range(num_steps))
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 30])
+@pytest.mark.parametrize("every", [1, 3])
+def test_batches_are_those_at_their_positions(
+    places: list[str], monkeypatch: pytest.MonkeyPatch, at_once: int, every: int
+) -> None:
+    monkeypatch.setattr(loader_module, "_SAMPLES_LOCATED_AT_ONCE", at_once)
+    config = make_config(places)
+    reader = BatchReader(config)
+    with TokenLoader(config, rank=1, world_size=5, every=every) as loader:
+        loader.skip(2)
+        for number in range(30):
+            step = 2 + number * every
+            batch = next(loader)
+            expected = reader.read(np.arange(step * 12 + 2, step * 12 + 4), step=step)
+            assert (batch.step, batch.first_sample) == (step, expected.first_sample)
+            assert batch.digest == expected.digest
+            assert loader.state_dict()["consumed_samples"] == (step + every) * 12
 
 
 def test_an_audit_finds_what_was_changed_or_skipped(tmp_path: pathlib.Path) -> None:

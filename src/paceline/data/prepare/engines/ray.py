@@ -1,6 +1,6 @@
 """A Ray cluster. Its nodes need this package and see the same files.
 
-Ray does a task again whose worker or node died. As many tasks are under way as keep every core
+Ray does a task again whose worker or node died. As many tasks are in flight as keep every core
 busy, not all: a plan may have 65,536.
 """
 
@@ -41,7 +41,7 @@ class RayEngine:
             _require_answer(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         num_cores = int(ray.cluster_resources().get("CPU", 1))
-        self._most_under_way = num_workers or _TASKS_PER_CORE * num_cores
+        self._most_in_flight = num_workers or _TASKS_PER_CORE * num_cores
 
     def run(
         self, function: Callable[[TaskT], Result], tasks: Sequence[TaskT]
@@ -49,15 +49,15 @@ class RayEngine:
         """Yields each task's number and result, in the order in which they finish."""
         ray = self._ray
         remote = ray.remote(num_cpus=1, max_retries=MOST_DEATHS)(function)
-        under_way: dict[Any, int] = {}
+        in_flight: dict[Any, int] = {}
         next_task = 0
-        while next_task < len(tasks) or under_way:
-            while next_task < len(tasks) and len(under_way) < self._most_under_way:
-                under_way[remote.remote(tasks[next_task])] = next_task
+        while next_task < len(tasks) or in_flight:
+            while next_task < len(tasks) and len(in_flight) < self._most_in_flight:
+                in_flight[remote.remote(tasks[next_task])] = next_task
                 next_task += 1
-            finished, _ = ray.wait(list(under_way), num_returns=1)
+            finished, _ = ray.wait(list(in_flight), num_returns=1)
             for reference in finished:
-                number = under_way.pop(reference)
+                number = in_flight.pop(reference)
                 yield number, self._result(reference, tasks[number].label)
 
     def close(self) -> None:
