@@ -14,7 +14,18 @@ from typing import Annotated
 import tyro
 
 import paceline
-from paceline.cli import bench, calibrate, data, environment, lab, plan, profile, report, scaling
+from paceline.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    data,
+    environment,
+    lab,
+    plan,
+    profile,
+    report,
+    scaling,
+)
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = (
@@ -31,6 +42,7 @@ Verb = (
     | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
+    | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )

@@ -29,6 +29,9 @@ class Storage(Protocol):
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Puts an object in place, whole or not at all; replaces what was there."""
 
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Puts an object in place unless there is one; returns whether it is there now as given."""
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Returns how many bytes every object below a prefix has, by name."""
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 from paceline.core.errors import DataError
 
@@ -48,13 +49,17 @@ class LocalStorage:
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Writes a sibling first, which then takes the name."""
-        path = self.path(name)
-        try:
-            _replace(path, content)
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be written: {error.strerror}; make room, or name another place"
-            ) from error
+        with _unfinished(self.path(name), content) as unfinished:
+            unfinished.replace(self.path(name))
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Writes a sibling first, which then gets the name too, if nobody has it."""
+        with _unfinished(self.path(name), content) as unfinished:
+            try:
+                self.path(name).hardlink_to(unfinished)
+            except FileExistsError:
+                return self.read(name) == content
+        return True
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Walks the directory below a prefix; what a killed writer left behind is not listed."""
@@ -84,17 +89,25 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
 
-def _replace(path: pathlib.Path, content: bytes | bytearray | memoryview) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
+@contextlib.contextmanager
+def _unfinished(
+    path: pathlib.Path, content: bytes | bytearray | memoryview
+) -> Iterator[pathlib.Path]:
+    """Yields a sibling with the content, which is gone afterwards unless it was renamed."""
     try:
-        with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
-            os.fchmod(descriptor, 0o644)  # As ordinary files are; mkstemp's are private.
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        pathlib.Path(unfinished).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            pathlib.Path(unfinished).unlink()
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
+                os.fchmod(descriptor, 0o644)  # As ordinary files are; mkstemp's are private.
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            yield pathlib.Path(unfinished)
+        finally:
+            with contextlib.suppress(OSError):
+                pathlib.Path(unfinished).unlink()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written: {error.strerror}; make room, or name another place"
+        ) from error

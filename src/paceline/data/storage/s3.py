@@ -60,6 +60,23 @@ class S3Storage:
         whole = bytes(content)
         self._retried(name, lambda: obstore.put(self._store(), name, whole))
 
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Uploads an object, unless the server has one of this name."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        whole = bytes(content)
+
+        def put() -> bool:
+            try:
+                obstore.put(self._store(), name, whole, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                # It may be ours: the answer to an earlier attempt may have been lost.
+                return self.read(name) == whole
+            return True
+
+        return self._retried(name, put)
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Lists the objects below a prefix."""
         import obstore

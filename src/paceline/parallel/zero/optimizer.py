@@ -43,6 +43,7 @@ from paceline.parallel.zero.registry import ShardedParameters, find_sharded_para
 from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
 _STEPPED_TOGETHER = 2**17
@@ -229,7 +230,11 @@ class ShardedOptimizer(Optimizer):
         return checkpoint_state(self.param_groups, self.parts, model)
 
     def load_checkpoint(
-        self, model: nn.Module, reader: "StorageReader", prefix: str = "optimizer"
+        self,
+        model: nn.Module,
+        reader: "StorageReader",
+        prefix: str = "optimizer",
+        planner: "LoadPlanner | None" = None,
     ) -> None:
         """Takes the state from a checkpoint of torch.distributed.checkpoint; all ranks call it.
 
@@ -237,11 +242,12 @@ class ShardedOptimizer(Optimizer):
             model: As for `checkpoint_state`.
             reader: Where the checkpoint is, such as a `FileSystemReader`.
             prefix: Under which key `checkpoint_state` was saved.
+            planner: What reads values that are no tensors; torch's own by default.
         """
         from paceline.parallel.zero.optimizer_checkpoint import load_checkpoint
 
         group = self._group.get()
-        load_checkpoint(self.param_groups, self.parts, model, reader, prefix, group)
+        load_checkpoint(self.param_groups, self.parts, model, reader, prefix, group, planner)
 
     def _shard(self, groups: Sequence[dict[str, Any]]) -> None:
         plain: list[nn.Parameter] = []

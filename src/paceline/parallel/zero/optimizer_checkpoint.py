@@ -6,7 +6,7 @@ state there is for its shards, and reads these elements only, whoever has writte
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -94,7 +99,7 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """Returns what this rank has to save, by the names that the model gives its parameters."""
     require_same_options(parts)
-    names = _names(groups, model)
+    names = parameter_names(groups, model)
     state: dict[str, Any] = {}
     for part in parts:
         for shard in part.shards:
@@ -103,12 +108,16 @@ def checkpoint_state(
                 state[f"{_STATE}.{names[shard.parameter]}.{key}"] = (
                     value if elements is None else _piece(shard, elements)
                 )
+    return {**state, **describe(groups, names)}
+
+
+def describe(groups: Sequence[dict[str, Any]], names: dict[nn.Parameter, str]) -> dict[str, Any]:
+    """Returns what a checkpoint says of an optimizer beside its state: options, and shapes."""
     # As text: the checkpoint would take lists apart. A learning rate may be a tensor.
-    state[_GROUPS] = json.dumps(
+    options = json.dumps(
         [_pack_lists(group) for group in pack_groups(groups)], default=lambda value: value.item()
     )
-    state[_LAYOUT] = json.dumps({name: _layout(p) for p, name in names.items()})
-    return state
+    return {_GROUPS: options, _LAYOUT: json.dumps({name: _layout(p) for p, name in names.items()})}
 
 
 def load_checkpoint(
@@ -117,37 +126,65 @@ def load_checkpoint(
     model: nn.Module,
     reader: StorageReader,
     prefix: str,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
+    planner: LoadPlanner | None = None,
 ) -> None:
     """Reads what this rank needs, and gives it to its inner optimizers."""
-    names = _names(groups, model)
+    names = parameter_names(groups, model)
     saved = reader.read_metadata().state_dict_metadata
-    groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
-    if groups_name not in saved:
-        raise OptimizerStateError(
-            f"the checkpoint holds no sharded optimizer under {prefix!r}; its first entries are "
-            f"{', '.join(list(saved)[:3])}"
-        )
-    keys: dict[str, list[str]] = {name: [] for name in names.values()}
-    for full_name in saved:
-        name, _, key = full_name.rpartition(".")
-        if (of_state := name.removeprefix(f"{prefix}.{_STATE}.")) != name and of_state in keys:
-            keys[of_state].append(key)
-    wanted: dict[str, Any] = {groups_name: None, layout_name: None}
+    keys = saved_keys(saved, prefix, names.values())
+    wanted: dict[str, Any] = {}
     found: dict[Shard, dict[str, str]] = {}
     for shard in (shard for part in parts for shard in part.shards):
-        name = names[shard.parameter]
-        found[shard] = {key: f"{prefix}.{_STATE}.{name}.{key}" for key in keys[name]}
+        found[shard] = keys[names[shard.parameter]]
         for key, full_name in found[shard].items():
             wanted[full_name] = _room_for(saved[full_name], shard, key)
-    load(wanted, storage_reader=reader, process_group=group)
-    _require_layout(names, json.loads(wanted[layout_name]))
-    load_options(groups, _unpack_groups(wanted[groups_name]))
+    load_entries(wanted, groups, names, reader, prefix, group, planner)
     states = {
         shard: {key: _loaded(shard, wanted[full_name]) for key, full_name in full_names.items()}
         for shard, full_names in found.items()
     }
     install(parts, states)
+
+
+def saved_keys(
+    saved: Mapping[str, Any], prefix: str, names: Iterable[str]
+) -> dict[str, dict[str, str]]:
+    """Returns, for each parameter, the names of its entries in a checkpoint, by key of its state.
+
+    Args:
+        saved: What the checkpoint holds, by name.
+        prefix: Under which key the optimizer was saved.
+        names: Of the parameters.
+    """
+    if f"{prefix}.{_GROUPS}" not in saved:
+        raise OptimizerStateError(
+            f"the checkpoint holds no sharded optimizer under {prefix!r}; its first entries are "
+            f"{', '.join(list(saved)[:3])}"
+        )
+    keys: dict[str, dict[str, str]] = {name: {} for name in names}
+    for full_name in saved:
+        name, _, key = full_name.rpartition(".")
+        if (of_state := name.removeprefix(f"{prefix}.{_STATE}.")) != name and of_state in keys:
+            keys[of_state][key] = full_name
+    return keys
+
+
+def load_entries(
+    wanted: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
+    names: dict[nn.Parameter, str],
+    reader: StorageReader,
+    prefix: str,
+    group: dist.ProcessGroup | None,
+    planner: LoadPlanner | None,
+) -> None:
+    """Reads entries of a checkpoint, and gives groups their options, if shapes are the same."""
+    groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
+    wanted |= {groups_name: None, layout_name: None}
+    load(wanted, storage_reader=reader, process_group=group, planner=planner)
+    _require_layout(names, json.loads(wanted[layout_name]))
+    load_options(groups, _unpack_groups(wanted[groups_name]))
 
 
 def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +223,7 @@ def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> No
             )
 
 
-def _names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
     """Returns the names of the optimizer's parameters in the model, whatever its container."""
     inner = getattr(model, "module", None)
     model = inner if isinstance(inner, nn.Module) else model

@@ -97,3 +97,11 @@ def test_a_fork_that_would_hang_is_refused(s3: str) -> None:
     process.join(20)
     assert process.exitcode == 0
     assert "start workers with spawn" in results.get()
+
+
+def test_an_object_is_created_once(storage: Storage) -> None:
+    assert storage.create("step-1/manifest.json", b"first")
+    assert not storage.create("step-1/manifest.json", b"second")
+    assert storage.create("step-1/manifest.json", b"first")
+    assert storage.read("step-1/manifest.json") == b"first"
+    assert list(storage.sizes()) == ["step-1/manifest.json"]

@@ -1,0 +1,131 @@
+"""What checkpoints cost a training run: saved at once, and saved while training goes on.
+
+Two ranks train bytes-34M with AdamW on random tokens, in rounds of 20 steps. A round ends with no
+checkpoint, with one that is written at once, or with one that is written during the next steps;
+the three take turns. Each kind of round is timed whole, with whatever its save still takes from the
+steps after it: before a round begins, nothing is under way. Appends one comparison record per kind
+to a store.
+
+    python scripts/checkpoint_stall.py results/checkpoint-stall.jsonl [--strategy sharded]
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.harness.devices import describe_hardware
+from paceline.benchmarks.harness.measure import ratio_metric
+from paceline.benchmarks.harness.records import measured
+from paceline.core import model_preset
+from paceline.models import TransformerLM, next_token_loss
+from paceline.parallel import run_ranks
+from paceline.parallel.strategies import apply_strategy, make_optimizer
+from paceline.records import RecordStore
+from paceline.training.checkpoint.checkpointer import Checkpointer
+from paceline.training.checkpoint.training_state import training_state
+
+MODEL = "bytes-34M"
+KINDS = ("none", "synchronous", "asynchronous")
+
+
+def train(
+    rank: int, world_size: int, options: dict[str, str | int], place: str
+) -> dict[str, list[float]]:
+    """Returns the seconds of each kind's rounds, and how long `save` itself has taken."""
+    torch.manual_seed(0)
+    shape = model_preset(MODEL)
+    strategy = options["strategy"]
+    model = apply_strategy(strategy, TransformerLM(shape))
+    optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-4)
+    tokens = torch.randint(shape.vocab_size, (options["batch"], options["context"] + 1))
+    checkpointers = {
+        kind: Checkpointer(f"{place}/{kind}", keep=1, asynchronous=kind == "asynchronous")
+        for kind in KINDS[1:]
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, *(f"{k} save" for k in KINDS))}
+    number = 0
+    for round_index in range(-1, options["rounds"]):
+        turn = round_index % len(KINDS)
+        for kind in (*KINDS[turn:], *KINDS[:turn]):
+            dist.barrier()
+            started = time.perf_counter()
+            stalled = 0.0
+            for step in range(options["steps"]):
+                if step == 0 and kind != "none":
+                    # First, so that all of what it takes from other steps falls into the round.
+                    checkpointer = checkpointers[kind]
+                    state = training_state(model, {"main": optimizer})
+                    checkpointer.save(number, state, {"step": number})
+                    stalled = time.perf_counter() - started
+                loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds = time.perf_counter() - started
+            for checkpointer in checkpointers.values():
+                checkpointer.wait()
+            number += 1
+            if round_index >= 0:
+                found[kind].append(seconds)
+                found[f"{kind} save"].append(stalled)
+    for checkpointer in checkpointers.values():
+        checkpointer.close()
+    return found
+
+
+def main() -> int:
+    """Measures, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument(
+        "--place", help="a directory for the checkpoints; a temporary one otherwise"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.place) as place:
+        found = run_ranks(train, 2, vars(arguments), place, timeout_s=3600)[0]
+        size = sum(path.stat().st_size for path in pathlib.Path(place, KINDS[1]).rglob("*"))
+    for kind in KINDS[1:]:
+        ratio = ratio_metric(found[kind], found["none"])
+        record = measured(
+            "comparison",
+            {
+                "subject": f"checkpoint, {kind}",
+                "baseline": "no checkpoint",
+                "operation": f"{arguments.steps} steps of {MODEL}, {arguments.strategy}",
+                "model": MODEL,
+                "batch": arguments.batch,
+                "context": arguments.context,
+                "size_bytes": size,
+                "world_size": 2,
+                **describe_hardware(torch.device("cpu")).as_case(),
+                "rounds": arguments.rounds,
+            },
+            {
+                "time_ratio": ratio,
+                "time_s": found[kind],
+                "baseline_time_s": found["none"],
+                "stall_s": found[f"{kind} save"],
+            },
+        )
+        RecordStore(arguments.store).append(record)
+        stalls = sorted(found[f"{kind} save"])
+        print(
+            f"{kind}: {size / 1e6:.0f} MB; time of {arguments.steps} steps x {ratio.value:.4f} "
+            f"(95% {ratio.low:.4f} to {ratio.high:.4f}), save itself "
+            f"{stalls[len(stalls) // 2]:.3f} s of {sum(found['none']) / len(found['none']):.1f} s"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training runs: from a config to a model, resumed where they stopped."""

@@ -1,0 +1,84 @@
+"""Bytes of a checkpoint's files, which are handed out only if they have their digests."""
+
+from collections.abc import Iterator
+
+import blake3
+
+from paceline.core.errors import DataError
+from paceline.data.storage import Storage
+from paceline.training.checkpoint.errors import DamagedCheckpointError, cannot_read
+from paceline.training.checkpoint.manifest import ChunkEntry, Manifest, num_elements
+from paceline.training.checkpoint.shard_file import ITEM_BYTES
+
+_REMEDY = "load an older checkpoint, or bring the file back from a copy"
+
+
+def read_chunk(
+    storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, blocks: range
+) -> bytearray:
+    """Returns blocks of a chunk, all of which have their digests.
+
+    Args:
+        storage: The checkpoint's files.
+        manifest: What they hold.
+        name: The tensor.
+        chunk: Its chunk.
+        blocks: Neighbours.
+    """
+    content = bytearray()
+    for block in blocks:
+        content += read_block(storage, manifest, name, chunk, block)
+    return content
+
+
+def read_block(
+    storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, block: int
+) -> bytes:
+    """Returns one block of a chunk, and raises if it is not what was saved."""
+    num_bytes = num_elements(chunk) * ITEM_BYTES[manifest.tensors[name].dtype]
+    file = manifest.files[chunk.file]
+    start = chunk.start + block * manifest.block_bytes
+    end = min(start + manifest.block_bytes, chunk.start + num_bytes)
+    content = read_bytes(storage, file.name, start, end)
+    if blake3.blake3(content).hexdigest() != chunk.blake3[block]:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{file.name}: tensor {name!r}, saved by rank {file.rank}, has other "
+            f"bytes than when it was saved, between {start} and {end}; {_REMEDY}"
+        )
+    return content
+
+
+def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> None:
+    """Reads what a file begins with, and raises if it is not what was saved."""
+    file = manifest.files[file_number]
+    header = read_bytes(storage, file.name, 0, file.header_bytes)
+    if blake3.blake3(header).hexdigest() != file.header_blake3:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{file.name}: the header, saved by rank {file.rank}, has other bytes "
+            f"than when it was saved; {_REMEDY}"
+        )
+
+
+def wrong_sizes(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    """Yields what is missing, truncated or too long, without reading any of it."""
+    sizes = storage.sizes()
+    for file in manifest.files:
+        what = f"{storage.url}/{file.name}, saved by rank {file.rank},"
+        if file.name not in sizes:
+            yield f"{what} is missing"
+        elif sizes[file.name] != file.num_bytes:
+            yield f"{what} has {sizes[file.name]:,} bytes instead of {file.num_bytes:,}"
+
+
+def read_bytes(storage: Storage, name: str, start: int, end: int) -> bytes:
+    """Returns bytes of a file, all of which must be there."""
+    try:
+        return storage.read_range(name, start, end)
+    except OSError as error:
+        raise cannot_read(f"{storage.url}/{name}", error) from error
+    except DataError as error:
+        if "truncated" not in str(error):
+            raise
+        raise DamagedCheckpointError(
+            f"{storage.url}/{name}: is truncated before byte {end:,}; {_REMEDY}"
+        ) from error

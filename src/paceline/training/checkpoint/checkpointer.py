@@ -1,0 +1,200 @@
+"""Saving checkpoints in the course of a run, at once or while training goes on.
+
+An asynchronous save, on every rank:
+
+1. `save` waits for the save before it, and starts a thread.
+2. The thread plans with the others, over a group of its own, so that its messages do not mix with
+   those of training; then it copies what this rank is to write to host memory. `save` returns.
+3. The thread writes, the first rank publishes, and removes checkpoints that are no longer kept.
+
+A failure of the thread is the same on all ranks, but they learn of it at different times: `failed`
+says so without waiting, for the ranks to agree on at a step's boundary; `wait` raises it on all.
+"""
+
+import datetime
+import os
+import threading
+import time
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from paceline.training.checkpoint.catalog import keep_last
+from paceline.training.checkpoint.errors import CheckpointError
+from paceline.training.checkpoint.failures import named_failures
+from paceline.training.checkpoint.manifest import Json
+from paceline.training.checkpoint.places import open_place
+from paceline.training.checkpoint.planners import JsonSavePlanner, encode_json
+from paceline.training.checkpoint.staging import HostBuffers
+from paceline.training.checkpoint.writer import DEFAULT_FILE_BYTES, Attempt, CheckpointWriter
+
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Checkpointer:
+    """Saves a run's state at steps; all ranks make one and call it alike.
+
+    Args:
+        place: A directory that all ranks see, or ``s3://bucket/prefix``.
+        keep: How many complete checkpoints stay; all by default.
+        asynchronous: Whether training goes on while files are written.
+        max_file_bytes: About how large a file may be; one for S3 is in memory as a whole.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        max_file_bytes: int = DEFAULT_FILE_BYTES,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"at least one checkpoint has to be kept, not {keep}")
+        self.place = open_place(place)
+        self._keep = keep
+        self._max_file_bytes = max_file_bytes
+        self._buffers = HostBuffers() if asynchronous else None
+        self._saving: _Saving | None = None
+        self.group: dist.ProcessGroup | None = None
+        """For messages about checkpoints, between hosts' CPUs."""
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self.stall_s = 0.0
+        """How long training has waited for checkpoints so far."""
+        if self._is_first:
+            self.place.sweep()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        self.close()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save that is under way has failed, as far as this rank knows."""
+        return self._saving is not None and self._saving.error is not None
+
+    def save(self, step: int, state: dict[str, Any], identity: Json, of_rank: Json = None) -> None:
+        """Saves the state; afterwards it may change. All ranks call it.
+
+        Raises what the save before it has failed with.
+
+        Args:
+            step: How many steps the state has taken.
+            state: Nested dictionaries of tensors, torch's distributed ones among them, and of
+                what JSON can hold.
+            identity: What the run says of itself; the first rank's is kept.
+            of_rank: What this rank says of itself, such as the state of its random numbers.
+        """
+        started = time.perf_counter()
+        try:
+            self.wait()
+            attempt = Attempt(
+                place=self.place,
+                step=step,
+                identity=encode_json(identity, "the run's identity"),
+                of_rank=encode_json(of_rank, "a rank's identity"),
+                max_file_bytes=self._max_file_bytes,
+            )
+            self._saving = _Saving(self, attempt, state, self._buffers)
+            if self._buffers is None:
+                self._saving.run()
+                self.wait()
+            else:
+                self._saving.start()
+                self._saving.staged.wait()
+        finally:
+            self.stall_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Waits until the last save is published, and raises on all ranks if it failed."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        if saving.thread is not None:
+            saving.thread.join()
+        if saving.error is not None:
+            raise saving.error
+
+    def close(self) -> None:
+        """Lets what is under way end, without a word about failures, and gives up the group."""
+        if self._saving is not None and self._saving.thread is not None:
+            self._saving.thread.join()
+        self._saving = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def retain(self) -> None:
+        """Removes what is no longer kept; the first rank does, after a checkpoint is published."""
+        if not self._is_first:
+            return
+        if self._keep is not None:
+            keep_last(self.place, self._keep)
+        self.place.sweep()
+
+    @property
+    def _is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
+
+
+class _Saving:
+    """One save, on this thread or another."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        attempt: Attempt,
+        state: dict[str, Any],
+        buffers: HostBuffers | None,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._attempt = attempt
+        self._state: dict[str, Any] | None = state
+        self.staged = threading.Event()
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self._writer = CheckpointWriter(attempt, buffers, self._has_staged)
+
+    def start(self) -> None:
+        """Runs on a thread."""
+        self.thread = threading.Thread(
+            target=self.run, name=f"checkpoint-{self._attempt.step}", daemon=True
+        )
+        self.thread.start()
+
+    def run(self) -> None:
+        """Saves, publishes, and cleans up; what goes wrong is kept for the caller."""
+        url = f"{self._attempt.place.url}, step {self._attempt.step}"
+        failed = True
+        try:
+            with named_failures(f"saving {url}"):
+                save_state(
+                    self._state,
+                    storage_writer=self._writer,
+                    planner=JsonSavePlanner(),
+                    process_group=self._checkpointer.group,
+                )
+            failed = False
+        except BaseException as error:  # The thread's caller raises it.
+            self.error = error
+        finally:
+            self._state = None
+            self._writer.close(failed=failed)
+            self.staged.set()
+        if not failed:
+            self._retain()
+
+    def _has_staged(self) -> None:
+        self.staged.set()
+
+    def _retain(self) -> None:
+        try:
+            self._checkpointer.retain()
+        except CheckpointError as error:
+            self.error = error

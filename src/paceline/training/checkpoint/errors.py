@@ -1,0 +1,41 @@
+"""What goes wrong with checkpoints, each with the file and the remedy."""
+
+import errno
+import os
+
+from paceline.core.errors import PacelineError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that cannot be saved, found or loaded, naming the file."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not what was saved: an older one may still be."""
+
+
+def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Returns what to raise when a file of a checkpoint cannot be written."""
+    if error.errno in _FULL:
+        remedy = "make room or name another place"
+    elif error.errno in _FORBIDDEN:
+        remedy = "name a place that can be written to"
+    elif error.errno == errno.EIO:
+        remedy = "the disk fails; name a place on another one"
+    else:
+        remedy = "look at the place, or name another one"
+    return CheckpointError(
+        f"{os.fspath(path)}: {error.strerror or error}, so this checkpoint was not saved; "
+        f"{remedy}; the checkpoints before it are untouched"
+    )
+
+
+def cannot_read(path: str | os.PathLike[str], error: OSError) -> DamagedCheckpointError:
+    """Returns what to raise when a file of a checkpoint cannot be read."""
+    return DamagedCheckpointError(
+        f"{os.fspath(path)}: {error.strerror or error}; load an older checkpoint, or bring the "
+        "file back from a copy"
+    )

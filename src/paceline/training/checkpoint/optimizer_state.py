@@ -1,0 +1,170 @@
+"""Any optimizer's state in the one form that every optimizer loads.
+
+State with one number per element of a parameter is saved flat, under the parameter's name. Whoever
+holds a part of it holds a range: all of it beside a replicated parameter, rows of it beside a
+DTensor, any elements of it in a `ShardedOptimizer`, whose form this is.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from paceline.parallel.buckets import num_reals, view_like
+from paceline.parallel.zero.flat_parameters import flat_elements
+from paceline.parallel.zero.optimizer import ShardedOptimizer
+from paceline.parallel.zero.optimizer_checkpoint import (
+    FlatPiece,
+    describe,
+    load_entries,
+    parameter_names,
+    saved_keys,
+)
+from paceline.parallel.zero.runs import STEP
+from paceline.parallel.zero.shard_optimizer import MASTER
+from paceline.training.checkpoint.errors import CheckpointError
+from paceline.training.checkpoint.failures import named_failures
+from paceline.training.checkpoint.planners import JsonLoadPlanner
+from paceline.training.checkpoint.restore import Source
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Returns what this rank has to save of an optimizer.
+
+    Args:
+        optimizer: Of torch, or a `ShardedOptimizer`.
+        model: What its parameters belong to; state goes by the names that it gives them.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.checkpoint_state(model)
+    _require_supported(optimizer)
+    names = parameter_names(optimizer.param_groups, model)
+    state = {
+        f"state.{name}.{key}": _saved(parameter, name, key, value)
+        for parameter, name in names.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return {**state, **describe(optimizer.param_groups, names)}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, model: nn.Module, source: Source, prefix: str
+) -> None:
+    """Gives an optimizer its state from a checkpoint, whichever optimizer has saved it.
+
+    All ranks call it.
+
+    Args:
+        optimizer: Of torch, or a `ShardedOptimizer`.
+        model: What its parameters belong to.
+        source: The checkpoint.
+        prefix: Under which name the optimizer was saved.
+    """
+    with named_failures(f"loading {source.checkpoint.storage.url}"):
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.load_checkpoint(model, source.reader, prefix, JsonLoadPlanner())
+        else:
+            _require_supported(optimizer)
+            _load_whole(optimizer, model, source, prefix)
+
+
+def _load_whole(optimizer: Optimizer, model: nn.Module, source: Source, prefix: str) -> None:
+    groups = optimizer.param_groups
+    names = parameter_names(groups, model)
+    saved = source.reader.read_metadata().state_dict_metadata
+    wanted: dict[str, Any] = {}
+    values: dict[nn.Parameter, dict[str, Any]] = {}
+    keys = saved_keys(saved, prefix, names.values())
+    for parameter, name in names.items():
+        values[parameter] = {}
+        for key, full_name in keys[name].items():
+            if key == MASTER:
+                continue  # A more precise copy of the parameter, which this optimizer has not.
+            value, room = _room_for(parameter, key, saved[full_name])
+            values[parameter][key], wanted[full_name] = value, room
+    load_entries(wanted, groups, names, source.reader, prefix, source.group, JsonLoadPlanner())
+    state = {
+        number: {
+            key: wanted[keys[name][key]] if value is None else value
+            for key, value in values[parameter].items()
+        }
+        for number, (parameter, name) in enumerate(names.items())
+        if values[parameter]
+    }
+    # torch moves it to the parameters' device and dtype, as it would any state.
+    own_groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+
+
+def _saved(parameter: nn.Parameter, name: str, key: str, value: Any) -> Any:
+    """Returns an entry of a parameter's state as the checkpoint holds it."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == STEP or value.shape != parameter.shape:
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name}: the optimizer keeps {key!r} of shape {tuple(value.shape)} for this "
+                f"sharded parameter of shape {tuple(parameter.shape)}, which cannot be saved for "
+                "any number of ranks; use an optimizer that treats each element by itself"
+            )
+        return value
+    start, total = _range(parameter, name)
+    return FlatPiece.of(flat_elements(_local(parameter), _local(value)), start, total)
+
+
+def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
+    """Returns a parameter's state of a key, and what an entry of the checkpoint is read into.
+
+    The state is None where it is whatever is read.
+    """
+    if not isinstance(saved, TensorStorageMetadata):
+        return None, None
+    dtype = saved.properties.dtype
+    if key == STEP or saved.size != (num_reals(parameter),):
+        room = torch.empty(saved.size, dtype=dtype)
+        return room, room
+    own = _local(parameter)
+    flat = torch.empty(num_reals(own), dtype=dtype, device=own.device)
+    value = view_like(own, flat)
+    if isinstance(parameter, DTensor):
+        value = DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return value, FlatPiece.of(flat, *_range(parameter, key))
+
+
+def _range(parameter: nn.Parameter, name: str) -> tuple[int, int]:
+    """Returns where this rank's elements begin in a flat parameter, and how many there are."""
+    if not isinstance(parameter, DTensor):
+        return 0, num_reals(parameter)
+    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if chunk.sizes[1:] != parameter.shape[1:]:
+        raise CheckpointError(
+            f"{name}: is sharded as {parameter.placements}; only rows of parameters can be saved "
+            "for any number of ranks"
+        )
+    row = math.prod(parameter.shape[1:]) * (1 + parameter.is_complex())
+    return (chunk.offsets[0] * row if parameter.dim() else 0), num_reals(parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
+
+
+def _require_supported(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise CheckpointError(
+            "torch's ZeroRedundancyOptimizer keeps its state where no checkpoint can find it; use "
+            "the strategy 'sharded_optimizer'"
+        )

@@ -1,0 +1,182 @@
+"""Checkpoints below a local directory.
+
+An attempt is written to ``step-00000200.tmp-ID``, each file synchronised with the disk, and takes
+its final name when its manifest is there. Whoever takes part holds a shared lock on the attempt,
+which ends with its process: what nobody holds was left behind, and may be swept away.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+
+from paceline.data.storage.local import LocalStorage
+from paceline.training.checkpoint.errors import CheckpointError, cannot_write
+from paceline.training.checkpoint.manifest import MANIFEST
+from paceline.training.checkpoint.places.names import parse_step, step_name
+
+_UNFINISHED = ".tmp-"
+_SET_ASIDE = ".damaged-"
+
+
+class DirectoryPlace:
+    """The steps below a directory, which is made with the first of them.
+
+    Args:
+        directory: Where the steps are.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = pathlib.Path(directory)
+        self._locks: dict[pathlib.Path, int] = {}
+
+    @property
+    def url(self) -> str:
+        """The directory's path."""
+        return str(self.directory)
+
+    def steps(self) -> list[int]:
+        """Returns the steps that were published, the newest first."""
+        if not self.directory.is_dir():
+            return []
+        found = (parse_step(path.name) for path in self.directory.iterdir() if path.is_dir())
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def storage(self, step: int) -> LocalStorage:
+        """Returns the files of a published step."""
+        return LocalStorage(self._published(step))
+
+    def begin(self, step: int, save_id: str) -> None:
+        """Makes the directory of an attempt."""
+        if self._published(step).exists():
+            raise CheckpointError(
+                f"{self._published(step)} is there already, and checkpoints are never written "
+                "again; remove it, or name another place"
+            )
+        path = self._attempt(step, save_id)
+        with _write_errors(path):
+            path.mkdir(parents=True)
+            self._lock(path)
+
+    def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
+        """Writes a file of an attempt, to the disk itself."""
+        attempt = self._attempt(step, save_id)
+        with _write_errors(attempt / name):
+            self._lock(attempt)
+            _write_synchronised(attempt / name, parts)
+        return name
+
+    def sizes(self, step: int, save_id: str) -> dict[str, int]:
+        """Returns the files of an attempt."""
+        return LocalStorage(self._attempt(step, save_id)).sizes()
+
+    def publish(self, step: int, save_id: str, manifest: bytes) -> None:
+        """Writes the manifest, and gives the attempt its name."""
+        attempt = self._attempt(step, save_id)
+        with _write_errors(attempt / MANIFEST):
+            _write_synchronised(attempt / MANIFEST, [manifest])
+            _synchronise(attempt)
+        with _write_errors(self._published(step)):
+            attempt.rename(self._published(step))
+            _synchronise(self.directory)
+        self._unlock(attempt)
+
+    def abandon(self, step: int, save_id: str) -> None:
+        """Removes an attempt that failed, as far as that is possible."""
+        attempt = self._attempt(step, save_id)
+        self._unlock(attempt)
+        shutil.rmtree(attempt, ignore_errors=True)
+
+    def release(self, step: int, save_id: str) -> None:
+        """Lets go of an attempt, which another process has published or will remove."""
+        self._unlock(self._attempt(step, save_id))
+
+    def remove(self, step: int) -> None:
+        """Removes a step: first its name, so that what is half removed is no step."""
+        path = self._published(step)
+        doomed = path.with_name(f"{path.name}{_UNFINISHED}{os.urandom(4).hex()}")
+        with _write_errors(path):
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def set_aside(self, step: int, save_id: str) -> None:
+        """Gives a damaged step another name."""
+        path = self._published(step)
+        with _write_errors(path):
+            path.rename(path.with_name(f"{path.name}{_SET_ASIDE}{save_id}"))
+
+    def sweep(self) -> list[str]:
+        """Removes the attempts that no process holds."""
+        if not self.directory.is_dir():
+            return []
+        swept = []
+        for path in sorted(self.directory.iterdir()):
+            stem, mark, _ = path.name.partition(_UNFINISHED)
+            is_attempt = mark and parse_step(stem) is not None and path.is_dir()
+            if is_attempt and _is_left_behind(path):
+                shutil.rmtree(path, ignore_errors=True)
+                swept.append(path.name)
+        return swept
+
+    def _published(self, step: int) -> pathlib.Path:
+        return self.directory / step_name(step)
+
+    def _attempt(self, step: int, save_id: str) -> pathlib.Path:
+        return self.directory / f"{step_name(step)}{_UNFINISHED}{save_id}"
+
+    def _lock(self, path: pathlib.Path) -> None:
+        if path in self._locks:
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        # Some network file systems have no locks: then nothing is swept there either.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._locks[path] = descriptor
+
+    def _unlock(self, path: pathlib.Path) -> None:
+        if (descriptor := self._locks.pop(path, None)) is not None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _write_errors(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _write_synchronised(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
+    # Unbuffered: what is written is the memory whose digest was taken.
+    with path.open("xb", buffering=0) as file:
+        for part in parts:
+            rest = memoryview(part)
+            while len(rest):
+                rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+
+
+def _synchronise(directory: pathlib.Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_left_behind(path: pathlib.Path) -> bool:
+    """Whether no process holds a lock on an attempt."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""Loading the newest checkpoint that is what was saved, the same one on all ranks."""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from paceline.core.finding import Finding
+from paceline.training.checkpoint.catalog import Checkpoint, open_checkpoint
+from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from paceline.training.checkpoint.failures import named_failures
+from paceline.training.checkpoint.manifest import Json
+from paceline.training.checkpoint.places import Place, open_place
+from paceline.training.checkpoint.planners import JsonLoadPlanner
+from paceline.training.checkpoint.reader import CheckpointReader
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was loaded, and what had to be passed over."""
+
+    step: int
+    identity: Json
+    """What the run has said of itself."""
+    ranks: list[Json]
+    """What each rank that saved has said of itself."""
+    passed_over: list[Finding]
+    """Newer checkpoints that are damaged."""
+
+
+class Source:
+    """A checkpoint to load from.
+
+    Args:
+        checkpoint: One whose manifest is intact.
+        group: The ranks that load, as a group between CPUs; all by default.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.reader = CheckpointReader(checkpoint)
+        self.group = group
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fills the tensors of a state in place, and puts its other values in their places.
+
+        All ranks call it. What raises has left the state half filled.
+
+        Args:
+            state: As it was saved, or a part of it; distributed in any way.
+        """
+        with named_failures(f"loading {self.checkpoint.storage.url}"):
+            load_state(
+                state,
+                storage_reader=self.reader,
+                planner=JsonLoadPlanner(),
+                process_group=self.group,
+            )
+
+
+def load_newest_valid(
+    where: str | os.PathLike[str],
+    load: Callable[[Source], None],
+    group: dist.ProcessGroup | None = None,
+) -> Restored | None:
+    """Loads the newest checkpoint of which every byte is as it was saved; None if there is none.
+
+    A damaged one is set aside, so that the run can save that step again, and the next older one is
+    tried. That all are damaged is an error: starting anew is for the user to decide.
+
+    Args:
+        where: A directory that all ranks see, or ``s3://bucket/prefix``.
+        load: Takes what it needs from a source, on all ranks alike; called again after a failure.
+        group: The ranks, as a group between CPUs; all by default.
+    """
+    place = open_place(where)
+    passed_over: list[Finding] = []
+    for step in _from_first(place.steps, group):
+        try:
+            source = Source(
+                _from_first(functools.partial(open_checkpoint, place, step), group), group
+            )
+            load(source)
+            source.reader.verify_rest(group)
+        except DamagedCheckpointError as error:
+            passed_over.append(Finding(name="damaged", message=str(error)))
+            _from_first(functools.partial(_set_aside, place, step), group)
+            continue
+        manifest = source.checkpoint.manifest
+        return Restored(
+            step=step,
+            identity=json.loads(bytes(manifest.identity)),
+            ranks=[json.loads(bytes(one)) for one in manifest.ranks],
+            passed_over=passed_over,
+        )
+    if passed_over:
+        raise CheckpointError(
+            f"{place.url}: none of {len(passed_over)} checkpoints is intact; the newest: "
+            f"{passed_over[0].message}"
+        )
+    return None
+
+
+def load_step(
+    where: str | os.PathLike[str],
+    step: int,
+    load: Callable[[Source], None],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Loads one checkpoint, all of which must be as it was saved.
+
+    Args:
+        where: A directory that all ranks see, or ``s3://bucket/prefix``.
+        step: One that is there.
+        load: Takes what it needs from a source, on all ranks alike.
+        group: The ranks, as a group between CPUs; all by default.
+    """
+    place = open_place(where)
+    source = Source(_from_first(functools.partial(open_checkpoint, place, step), group), group)
+    load(source)
+    source.reader.verify_rest(group)
+
+
+def _set_aside(place: Place, step: int) -> None:
+    """Takes a damaged step out of the way; where nothing may be written, it stays."""
+    try:
+        place.set_aside(step, os.urandom(4).hex())
+    except CheckpointError:
+        return
+
+
+def _from_first(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Returns on all ranks what a function returns on the first, or raises what it raises there."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,47 @@
+"""A model and its optimizers as the state of a checkpoint, whatever strategy trains them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim import Optimizer
+
+from paceline.training.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
+from paceline.training.checkpoint.restore import Source
+
+_MODEL = "model"
+_OPTIMIZER = "optimizer"
+
+
+def training_state(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Returns what this rank has to save; nothing is copied or gathered.
+
+    Args:
+        model: Plain, or wrapped by any strategy.
+        optimizers: By the names that they are to have in the checkpoint.
+    """
+    return {
+        _MODEL: get_model_state_dict(model),
+        _OPTIMIZER: {
+            name: optimizer_state(optimizer, model) for name, optimizer in optimizers.items()
+        },
+    }
+
+
+def load_training_state(
+    source: Source, model: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> None:
+    """Gives a model and its optimizers the values of a checkpoint; all ranks call it.
+
+    Args:
+        source: Whatever world size and strategy has saved it.
+        model: Plain, or wrapped by any strategy.
+        optimizers: By the names that they have in the checkpoint.
+    """
+    state = {_MODEL: get_model_state_dict(model)}
+    source.load(state)
+    set_model_state_dict(model, state[_MODEL])
+    # After the parameters: a sharded optimizer may keep a copy of them.
+    for name, optimizer in optimizers.items():
+        load_optimizer_state(optimizer, model, source, f"{_OPTIMIZER}.{name}")

@@ -1,0 +1,137 @@
+"""What checkpoints a place holds, and whether they are what was saved; torch is not needed."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import blake3
+
+from paceline.core.finding import Finding
+from paceline.data.storage import Storage
+from paceline.training.checkpoint.blocks import read_block, read_bytes, verify_header, wrong_sizes
+from paceline.training.checkpoint.catalog import open_checkpoint
+from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from paceline.training.checkpoint.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from paceline.training.checkpoint.places import open_place
+
+_PART_BYTES = 2**24
+_REMEDY = "load an older checkpoint, or bring the file back from a copy"
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that were read, and all there are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """One line of a list of checkpoints."""
+
+    step: int
+    url: str
+    problem: str = ""
+    """What is missing or has the wrong size; empty if the checkpoint is complete."""
+    num_bytes: int = 0
+    num_files: int = 0
+    num_tensors: int = 0
+    world_size: int = 0
+    """Ranks that have saved it."""
+
+
+def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
+    """Returns the checkpoints of a place, the oldest first; no tensor is read.
+
+    Args:
+        where: A directory or ``s3://bucket/prefix``.
+    """
+    place = open_place(where)
+    found = []
+    for step in reversed(place.steps()):
+        url = place.storage(step).url
+        try:
+            manifest = open_checkpoint(place, step).manifest
+        except DamagedCheckpointError as error:
+            found.append(CheckpointSummary(step=step, url=url, problem=str(error)))
+            continue
+        found.append(
+            CheckpointSummary(
+                step=step,
+                url=url,
+                num_bytes=manifest.num_bytes,
+                num_files=len(manifest.files),
+                num_tensors=len(manifest.tensors),
+                world_size=manifest.world_size,
+            )
+        )
+    return found
+
+
+def verify_checkpoint(
+    where: str | os.PathLike[str], step: int, progress: Progress = lambda done, total: None
+) -> Iterator[Finding]:
+    """Reads a checkpoint whole, and yields what is not as it was saved.
+
+    Args:
+        where: A directory or ``s3://bucket/prefix``.
+        step: One of its checkpoints.
+        progress: Told how far it is.
+    """
+    place = open_place(where)
+    if step not in place.steps():
+        raise CheckpointError(
+            f"{place.url}: no checkpoint of step {step}; `paceline checkpoint list` shows those "
+            "that are there"
+        )
+    storage = place.storage(step)
+    try:
+        manifest = decode_manifest(storage.read(MANIFEST), f"{storage.url}/{MANIFEST}")
+    except FileNotFoundError:
+        yield _finding("missing", f"{storage.url}/{MANIFEST} is missing")
+        return
+    except DamagedCheckpointError as error:
+        yield Finding(name="manifest", message=str(error))
+        return
+    if manifest.step != step:
+        yield _finding("manifest", f"{storage.url}/{MANIFEST} belongs to step {manifest.step}")
+        return
+    wrong = list(wrong_sizes(storage, manifest))
+    yield from (_finding("size", message) for message in wrong)
+    done = 0
+    for number, file in enumerate(manifest.files):
+        if not any(f"/{file.name}, " in message for message in wrong):
+            yield from _verify_file(storage, manifest, number, file)
+        done += file.num_bytes
+        progress(done, manifest.num_bytes)
+
+
+def _verify_file(
+    storage: Storage, manifest: Manifest, number: int, file: FileEntry
+) -> Iterator[Finding]:
+    """Yields what is wrong with a file of the right size: first of all, then by tensor."""
+    try:
+        if _digest(storage, file) == file.blake3:
+            return
+    except DamagedCheckpointError as error:
+        yield Finding(name="unreadable", message=str(error))
+        return
+    try:
+        verify_header(storage, manifest, number)
+    except DamagedCheckpointError as error:
+        yield Finding(name="digest", message=str(error))
+    for name, tensor in manifest.tensors.items():
+        for chunk in (chunk for chunk in tensor.chunks if chunk.file == number):
+            for block in range(len(chunk.blake3)):
+                try:
+                    read_block(storage, manifest, name, chunk, block)
+                except DamagedCheckpointError as error:
+                    yield Finding(name="digest", message=str(error))
+
+
+def _digest(storage: Storage, file: FileEntry) -> str:
+    digest = blake3.blake3()
+    for start in range(0, file.num_bytes, _PART_BYTES):
+        end = min(start + _PART_BYTES, file.num_bytes)
+        digest.update(read_bytes(storage, file.name, start, end))
+    return digest.hexdigest()
+
+
+def _finding(kind: str, message: str) -> Finding:
+    return Finding(name=kind, message=message, remedy=_REMEDY)

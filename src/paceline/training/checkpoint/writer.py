@@ -1,0 +1,281 @@
+"""Saving: what torch.distributed.checkpoint asks of a storage, with digests taken on the way.
+
+Phases, as torch calls them: every rank plans what it has (`prepare_local_plan`), the first rank
+shares the writing out and begins the attempt (`prepare_global_plan`), every rank writes its own
+files (`write_data`), the first rank publishes them with their manifest (`finish`). What ranks tell
+the first one are names, places and digests of what they have written; nobody else learns of them.
+"""
+
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import blake3
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from paceline.training.checkpoint.dtypes import bytes_of, dtype_name
+from paceline.training.checkpoint.errors import CheckpointError
+from paceline.training.checkpoint.manifest import (
+    DEFAULT_BLOCK_BYTES,
+    SCHEMA,
+    ChunkEntry,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    block_digests,
+    encode_manifest,
+)
+from paceline.training.checkpoint.places import Place
+from paceline.training.checkpoint.shard_file import (
+    Piece,
+    encode_header,
+    order_pieces,
+    split_into_files,
+)
+from paceline.training.checkpoint.staging import HostBuffers
+
+DEFAULT_FILE_BYTES = 2**29
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What is to be saved besides the state, and how."""
+
+    place: Place
+    step: int
+    identity: bytes
+    """What the run says of itself, as JSON; the first rank's counts."""
+    of_rank: bytes
+    """What this rank says of itself, as JSON."""
+    max_file_bytes: int = DEFAULT_FILE_BYTES
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Assignment:
+    """What the first rank tells each."""
+
+    rank: int
+    save_id: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What a rank tells the first one about an item."""
+
+    file: FileEntry
+    chunk: ChunkEntry
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one checkpoint.
+
+    Args:
+        attempt: What and where.
+        buffers: Host memory to copy this rank's part to; without, it is written from where it is.
+        on_staged: Called when the state may change again.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        buffers: HostBuffers | None = None,
+        on_staged: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._attempt = attempt
+        self._buffers = buffers
+        self._on_staged = on_staged
+        self._save_id = ""
+        self._is_coordinator = False
+        self._of_ranks: list[msgspec.Raw] = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Does nothing: a writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Learns whether this rank publishes."""
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Sends what this rank says of itself along with its plan."""
+        return dataclasses.replace(plan, storage_data=self._attempt.of_rank)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begins the attempt, and gives it a name that all ranks use."""
+        self._of_ranks = [msgspec.Raw(plan.storage_data) for plan in plans]
+        self._save_id = os.urandom(6).hex()
+        self._attempt.place.begin(self._attempt.step, self._save_id)
+        return [
+            dataclasses.replace(plan, storage_data=_Assignment(rank=rank, save_id=self._save_id))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's share: values into the results, tensors into files."""
+        assignment: _Assignment = plan.storage_data
+        self._save_id = assignment.save_id
+        results, tensors, items = _resolve(plan.items, planner)
+        if self._buffers is not None:
+            tensors = self._buffers.copy(tensors)
+        self._on_staged()
+        pieces = {_piece(item): index for index, item in items.items()}
+        files = split_into_files(order_pieces(pieces), self._attempt.max_file_bytes)
+        for number, in_file in enumerate(files):
+            name = f"rank-{assignment.rank:05d}-{number:05d}.safetensors"
+            of_file = [(piece, pieces[piece]) for piece in in_file]
+            results += self._write_file(name, assignment.rank, of_file, tensors)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publishes the checkpoint."""
+        manifest = self._manifest(metadata, [result for own in results for result in own])
+        self._require_visible(manifest.files)
+        self._attempt.place.publish(self._attempt.step, self._save_id, encode_manifest(manifest))
+        # torch would send this to all ranks, none of which needs it.
+        metadata.state_dict_metadata.clear()
+        metadata.planner_data = None
+
+    def close(self, *, failed: bool) -> None:
+        """Lets go of the attempt; the first rank removes one that failed."""
+        if not self._save_id:
+            return
+        if failed and self._is_coordinator:
+            self._attempt.place.abandon(self._attempt.step, self._save_id)
+        else:
+            self._attempt.place.release(self._attempt.step, self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Says no: torch does not choose this writer by a path."""
+        return False
+
+    def _write_file(
+        self,
+        name: str,
+        rank: int,
+        pieces: Sequence[tuple[Piece, MetadataIndex]],
+        tensors: dict[MetadataIndex, Tensor],
+    ) -> list[WriteResult]:
+        header = encode_header([piece for piece, _ in pieces])
+        whole = blake3.blake3(header)
+        digests: list[list[str]] = []
+
+        def parts() -> Iterator[bytes | memoryview]:
+            yield header
+            for _, index in pieces:
+                content = bytes_of(tensors[index].detach().cpu().contiguous())
+                digests.append(block_digests(content, self._attempt.block_bytes))
+                whole.update(content)
+                yield content
+
+        published = self._attempt.place.write(self._attempt.step, self._save_id, name, parts())
+        start = len(header)
+        chunks = []
+        for (piece, _), blocks in zip(pieces, digests, strict=True):
+            chunks.append(
+                ChunkEntry(
+                    offsets=list(piece.offsets),
+                    shape=list(piece.shape),
+                    file=0,
+                    start=start,
+                    blake3=blocks,
+                )
+            )
+            start += piece.num_bytes
+        file = FileEntry(
+            name=published,
+            rank=rank,
+            num_bytes=start,
+            header_bytes=len(header),
+            header_blake3=blake3.blake3(header).hexdigest(),
+            blake3=whole.hexdigest(),
+        )
+        return [
+            WriteResult(index, piece.num_bytes, _Written(file=file, chunk=chunk))
+            for (piece, index), chunk in zip(pieces, chunks, strict=True)
+        ]
+
+    def _require_visible(self, files: Sequence[FileEntry]) -> None:
+        """Raises if the first rank does not see what another has written."""
+        place = self._attempt.place
+        sizes = place.sizes(self._attempt.step, self._save_id)
+        for file in files:
+            if sizes.get(file.name) != file.num_bytes:
+                raise CheckpointError(
+                    f"{place.url}: {file.name}, written by rank {file.rank}, is not there for the "
+                    "first rank; name a directory that all hosts share, or s3://bucket/prefix"
+                )
+
+    def _manifest(self, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:
+        tensors = {
+            name: TensorEntry(
+                dtype=dtype_name(entry.properties.dtype, name), shape=list(entry.size), chunks=[]
+            )
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        values: dict[str, msgspec.Raw] = {}
+        files: dict[str, FileEntry] = {}
+        numbers: dict[str, int] = {}
+        for result in results:
+            if isinstance(result.storage_data, bytes):
+                values[result.index.fqn] = msgspec.Raw(result.storage_data)
+                continue
+            written: _Written = result.storage_data
+            number = numbers.setdefault(written.file.name, len(numbers))
+            files[written.file.name] = written.file
+            chunk = msgspec.structs.replace(written.chunk, file=number)
+            tensors[result.index.fqn].chunks.append(chunk)
+        return Manifest(
+            schema=SCHEMA,
+            step=self._attempt.step,
+            save_id=self._save_id,
+            world_size=len(self._of_ranks),
+            block_bytes=self._attempt.block_bytes,
+            identity=msgspec.Raw(self._attempt.identity),
+            ranks=self._of_ranks,
+            values=values,
+            tensors=tensors,
+            files=list(files.values()),
+        )
+
+
+def _resolve(
+    items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[list[WriteResult], dict[MetadataIndex, Tensor], dict[MetadataIndex, WriteItem]]:
+    """Returns the results for values, which are complete, and the tensors to be written."""
+    results: list[WriteResult] = []
+    tensors: dict[MetadataIndex, Tensor] = {}
+    by_index: dict[MetadataIndex, WriteItem] = {}
+    for item in items:
+        data = planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            assert isinstance(data, io.BytesIO)
+            content = data.getvalue()
+            results.append(WriteResult(item.index, len(content), content))
+        else:
+            assert isinstance(data, torch.Tensor)
+            tensors[item.index] = data.detach()
+            by_index[item.index] = item
+    return results, tensors, by_index
+
+
+def _piece(item: WriteItem) -> Piece:
+    assert item.tensor_data is not None
+    return Piece(
+        name=item.index.fqn,
+        dtype=dtype_name(item.tensor_data.properties.dtype, item.index.fqn),
+        offsets=tuple(item.tensor_data.chunk.offsets),
+        shape=tuple(item.tensor_data.chunk.sizes),
+        full_shape=tuple(item.tensor_data.size),
+    )
