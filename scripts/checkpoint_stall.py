@@ -27,7 +27,7 @@ from paceline.parallel import run_ranks
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.records import RecordStore
 from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.training_state import training_state
+from paceline.training.checkpoint.state.training import training_state
 
 MODEL = "bytes-34M"
 KINDS = ("none", "synchronous", "asynchronous")

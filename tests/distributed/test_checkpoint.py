@@ -18,8 +18,11 @@ from paceline.parallel.zero.optimizer_checkpoint import parameter_names
 from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.restore import Restored, load_newest_valid
-from paceline.training.checkpoint.rng import capture_random_state, restore_random_state
-from paceline.training.checkpoint.training_state import load_training_state, training_state
+from paceline.training.checkpoint.state.random_numbers import (
+    capture_random_state,
+    restore_random_state,
+)
+from paceline.training.checkpoint.state.training import load_training_state, training_state
 from paceline.training.checkpoint.verify import list_checkpoints, verify_checkpoint
 
 Pools = Callable[[int], RankPool]

@@ -44,7 +44,9 @@ def _save_until_killed(
         for step in range(first, first + 10_000):
             checkpointer.save(step, _state(rank, world_size, step), {"step": step})
             if rank == 0 and step > first:
-                pathlib.Path(place, PUBLISHED).write_text(str(step - 1))
+                note = pathlib.Path(place, f"{PUBLISHED}-new")
+                note.write_text(str(step - 1))
+                note.replace(pathlib.Path(place, PUBLISHED))
 
 
 def _kill(place: pathlib.Path, number: int, seed: int) -> None:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.data.storage import Storage
-from paceline.training.checkpoint.blocks import wrong_sizes
 from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_read
-from paceline.training.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from paceline.training.checkpoint.format.blocks import wrong_sizes
+from paceline.training.checkpoint.format.manifest import MANIFEST, Manifest, decode_manifest
 from paceline.training.checkpoint.places import Place
 
 

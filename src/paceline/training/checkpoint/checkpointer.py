@@ -22,12 +22,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from paceline.training.checkpoint.catalog import keep_last
 from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.failures import named_failures
-from paceline.training.checkpoint.manifest import Json
+from paceline.training.checkpoint.format.manifest import Json
 from paceline.training.checkpoint.places import open_place
-from paceline.training.checkpoint.planners import JsonSavePlanner, encode_json
-from paceline.training.checkpoint.staging import HostBuffers
-from paceline.training.checkpoint.writer import DEFAULT_FILE_BYTES, Attempt, CheckpointWriter
+from paceline.training.checkpoint.torch_storage.failures import named_failures
+from paceline.training.checkpoint.torch_storage.planners import JsonSavePlanner, encode_json
+from paceline.training.checkpoint.torch_storage.staging import HostBuffers
+from paceline.training.checkpoint.torch_storage.writer import (
+    DEFAULT_FILE_BYTES,
+    Attempt,
+    CheckpointWriter,
+)
 
 _TIMEOUT = datetime.timedelta(minutes=30)
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from paceline.core.finding import Finding
 from paceline.training.checkpoint.catalog import Checkpoint, open_checkpoint
 from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from paceline.training.checkpoint.failures import named_failures
-from paceline.training.checkpoint.manifest import Json
+from paceline.training.checkpoint.format.manifest import Json
 from paceline.training.checkpoint.places import Place, open_place
-from paceline.training.checkpoint.planners import JsonLoadPlanner
-from paceline.training.checkpoint.reader import CheckpointReader
+from paceline.training.checkpoint.torch_storage.failures import named_failures
+from paceline.training.checkpoint.torch_storage.planners import JsonLoadPlanner
+from paceline.training.checkpoint.torch_storage.reader import CheckpointReader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

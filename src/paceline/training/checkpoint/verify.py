@@ -8,10 +8,20 @@ import blake3
 
 from paceline.core.finding import Finding
 from paceline.data.storage import Storage
-from paceline.training.checkpoint.blocks import read_block, read_bytes, verify_header, wrong_sizes
 from paceline.training.checkpoint.catalog import open_checkpoint
 from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from paceline.training.checkpoint.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from paceline.training.checkpoint.format.blocks import (
+    read_block,
+    read_bytes,
+    verify_header,
+    wrong_sizes,
+)
+from paceline.training.checkpoint.format.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+)
 from paceline.training.checkpoint.places import open_place
 
 _PART_BYTES = 2**24

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.restore import Restored, load_newest_valid
-from paceline.training.checkpoint.training_state import load_training_state, training_state
+from paceline.training.checkpoint.state.training import load_training_state, training_state
 
 
 class SmallRun:

@@ -164,7 +164,7 @@ def test_where_all_are_damaged_nothing_is_loaded(pair: Pair) -> None:
 
 
 def test_a_manifest_of_a_later_version_is_refused_and_stays(pair: Pair) -> None:
-    from paceline.training.checkpoint.manifest import _seal
+    from paceline.training.checkpoint.format.manifest import _seal
 
     (pair.place / NEW_NAME / "manifest.json").write_bytes(_seal(b'{"schema":99}'))
     with pytest.raises(CheckpointError, match="schema 99, this version of Paceline reads 1"):

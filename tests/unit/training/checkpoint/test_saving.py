@@ -15,9 +15,12 @@ from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.places import open_place
 from paceline.training.checkpoint.restore import Source, load_newest_valid, load_step
-from paceline.training.checkpoint.rng import capture_random_state, restore_random_state
+from paceline.training.checkpoint.state.random_numbers import (
+    capture_random_state,
+    restore_random_state,
+)
+from paceline.training.checkpoint.torch_storage.writer import Attempt
 from paceline.training.checkpoint.verify import list_checkpoints, verify_checkpoint
-from paceline.training.checkpoint.writer import Attempt
 from tests.unit.data.s3_server import s3_server
 from tests.unit.training.checkpoint.runs import SmallRun, equal, save_steps
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from torch.utils._pytree import tree_leaves
 
 from paceline.training.checkpoint.restore import load_step
-from paceline.training.checkpoint.training_state import load_training_state
+from paceline.training.checkpoint.state.training import load_training_state
 from tests.unit.training.checkpoint.runs import SmallRun, equal, save_steps
 
 _FLIPS = 400

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from paceline.data.storage import Storage
 from paceline.data.storage.s3 import S3Storage
 from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.manifest import MANIFEST, decode_manifest
+from paceline.training.checkpoint.format.manifest import MANIFEST, decode_manifest
 from paceline.training.checkpoint.places.names import parse_step, step_name
 
 

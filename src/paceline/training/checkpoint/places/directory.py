@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from paceline.data.storage.local import LocalStorage
 from paceline.training.checkpoint.errors import CheckpointError, cannot_write
-from paceline.training.checkpoint.manifest import MANIFEST
+from paceline.training.checkpoint.format.manifest import MANIFEST
 from paceline.training.checkpoint.places.names import parse_step, step_name
 
 _UNFINISHED = ".tmp-"

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from paceline.training.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from paceline.training.checkpoint.restore import Source
+from paceline.training.checkpoint.state.optimizer import load_optimizer_state, optimizer_state
 
 _MODEL = "model"
 _OPTIMIZER = "optimizer"

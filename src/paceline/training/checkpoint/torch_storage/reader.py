@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from paceline.training.checkpoint.blocks import read_block, read_chunk, verify_header
 from paceline.training.checkpoint.catalog import Checkpoint
-from paceline.training.checkpoint.dtypes import dtype_of
 from paceline.training.checkpoint.errors import DamagedCheckpointError
-from paceline.training.checkpoint.manifest import ChunkEntry
-from paceline.training.checkpoint.shard_file import ITEM_BYTES
+from paceline.training.checkpoint.format.blocks import read_block, read_chunk, verify_header
+from paceline.training.checkpoint.format.manifest import ChunkEntry
+from paceline.training.checkpoint.format.shard_file import ITEM_BYTES
+from paceline.training.checkpoint.torch_storage.dtypes import dtype_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

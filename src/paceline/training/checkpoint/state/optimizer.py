@@ -28,9 +28,9 @@ from paceline.parallel.zero.optimizer_checkpoint import (
 from paceline.parallel.zero.runs import STEP
 from paceline.parallel.zero.shard_optimizer import MASTER
 from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.failures import named_failures
-from paceline.training.checkpoint.planners import JsonLoadPlanner
 from paceline.training.checkpoint.restore import Source
+from paceline.training.checkpoint.torch_storage.failures import named_failures
+from paceline.training.checkpoint.torch_storage.planners import JsonLoadPlanner
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.training.checkpoint.manifest import Json
+from paceline.training.checkpoint.format.manifest import Json
 
 
 def capture_random_state() -> Json:

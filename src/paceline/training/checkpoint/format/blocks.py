@@ -7,8 +7,8 @@ import blake3
 from paceline.core.errors import DataError
 from paceline.data.storage import Storage
 from paceline.training.checkpoint.errors import DamagedCheckpointError, cannot_read
-from paceline.training.checkpoint.manifest import ChunkEntry, Manifest, num_elements
-from paceline.training.checkpoint.shard_file import ITEM_BYTES
+from paceline.training.checkpoint.format.manifest import ChunkEntry, Manifest, num_elements
+from paceline.training.checkpoint.format.shard_file import ITEM_BYTES
 
 _REMEDY = "load an older checkpoint, or bring the file back from a copy"
 

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from paceline.training.checkpoint.dtypes import bytes_of, dtype_name
 from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.manifest import (
+from paceline.training.checkpoint.format.manifest import (
     DEFAULT_BLOCK_BYTES,
     SCHEMA,
     ChunkEntry,
@@ -33,14 +32,15 @@ from paceline.training.checkpoint.manifest import (
     block_digests,
     encode_manifest,
 )
-from paceline.training.checkpoint.places import Place
-from paceline.training.checkpoint.shard_file import (
+from paceline.training.checkpoint.format.shard_file import (
     Piece,
     encode_header,
     order_pieces,
     split_into_files,
 )
-from paceline.training.checkpoint.staging import HostBuffers
+from paceline.training.checkpoint.places import Place
+from paceline.training.checkpoint.torch_storage.dtypes import bytes_of, dtype_name
+from paceline.training.checkpoint.torch_storage.staging import HostBuffers
 
 DEFAULT_FILE_BYTES = 2**29
 

@@ -1,0 +1,1 @@
+"""What a checkpoint holds of a training run, the same for every strategy and world size."""
