@@ -24,6 +24,7 @@ from paceline.training.checkpoint.state.random_numbers import (
 )
 from paceline.training.checkpoint.state.training import load_training_state, training_state
 from paceline.training.checkpoint.verify import list_checkpoints, verify_checkpoint
+from tests.unit.data.s3_server import s3_server
 
 Pools = Callable[[int], RankPool]
 Numbers = dict[str, Tensor]
@@ -246,3 +247,16 @@ def test_ranks_agree_to_fall_back(rank_pool: Pools, tmp_path: pathlib.Path) -> N
     assert step == 1
     assert "rank-00001-00000.safetensors" in message
     assert "saved by rank 1" in message
+
+
+def test_ranks_save_to_a_bucket(tmp_path: pathlib.Path) -> None:
+    with s3_server() as bucket, RankPool(2, timeout_s=60) as pool:  # With the server's variables.
+        place = f"{bucket}/run"
+        whole = pool.run(_train, "fully_sharded", str(tmp_path), 0, 4)
+        first = pool.run(_train, "fully_sharded", place, 0, 2)
+        then = pool.run(_train, "fully_sharded", place, 2, 4)
+        for rank in range(2):
+            assert first[rank][0] + then[rank][0] == whole[rank][0]
+            _require_equal(then[rank][1], whole[rank][1], "from the bucket")
+        assert [one.step for one in list_checkpoints(place)] == [1, 2, 3, 4]
+        assert not list(verify_checkpoint(place, 4))

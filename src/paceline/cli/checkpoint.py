@@ -59,10 +59,15 @@ class VerifyCommand:
 
     def run(self) -> int:
         """Prints what is wrong; exits with 1 if anything is."""
+        from paceline.training.checkpoint.errors import CheckpointError
         from paceline.training.checkpoint.places import open_place
         from paceline.training.checkpoint.verify import verify_checkpoint
 
         steps = sorted(open_place(self.place).steps()) if self.step is None else [self.step]
+        if not steps:
+            raise CheckpointError(
+                f"{self.place}: no checkpoints to verify; name the place that a run saves to"
+            )
         num_wrong = 0
         for step in steps:
             with transfer_progress(f"step {step}") as progress:

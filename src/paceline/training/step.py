@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
@@ -64,7 +65,8 @@ class TrainingStep:
         self._model = model
         self._optimizers = optimizers
         self._device = device
-        self._num_steps = 0
+        # torch's DDP learns its static graph in its first pass, which has to be averaged.
+        self._has_learned = not isinstance(model, DistributedDataParallel)
 
     def run(self, tokens: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
         """Trains on this rank's sequences of a global batch.
@@ -87,7 +89,6 @@ class TrainingStep:
                 optimizer.step()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        self._num_steps += 1
         return result
 
     def _forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -96,11 +97,12 @@ class TrainingStep:
         batch_tokens = self._config.batch_size * tokens.shape[1]
         passes = self._config.num_passes(world_size)
         total = torch.zeros((), device=self._device)
+        if passes > 1 and not self._has_learned:
+            self._learn_graph(tokens[:1])
         for number, (inputs, expected, counts) in enumerate(
             micro_batches(tokens, targets, passes), start=1
         ):
-            # torch's DDP learns its static graph in the first pass, which has to be averaged.
-            is_local = number < passes and self._num_steps > 0
+            is_local = number < passes
             with without_synchronization(self._model) if is_local else contextlib.nullcontext():
                 with self.autocast():
                     logits = self._model(inputs)
@@ -112,6 +114,15 @@ class TrainingStep:
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens
+
+    def _learn_graph(self, tokens: Tensor) -> None:
+        """Makes a pass that leaves no trace: a run that goes on rounds as if it never stopped."""
+        with torch.random.fork_rng(), self.autocast():
+            nothing: Tensor = self._model(tokens).sum() * 0
+        nothing.backward()  # type: ignore[no-untyped-call]
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._has_learned = True
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Returns what lowers the precision of a forward pass."""

@@ -42,7 +42,7 @@ def open_checkpoint(place: Place, step: int) -> Checkpoint:
             f"{where} belongs to step {manifest.step}; load an older checkpoint, or bring the file "
             "back from a copy"
         )
-    for wrong in wrong_sizes(storage, manifest):
+    for wrong in wrong_sizes(storage, manifest).values():
         raise DamagedCheckpointError(
             f"{wrong}; load an older checkpoint, or bring the file back from a copy"
         )

@@ -74,9 +74,11 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        self.close()
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self.close()
 
     @property
     def failed(self) -> bool:

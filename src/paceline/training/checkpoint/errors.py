@@ -33,6 +33,14 @@ def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointErro
     )
 
 
+def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Returns what to raise when a checkpoint cannot be removed or renamed."""
+    return CheckpointError(
+        f"{os.fspath(path)}: {error.strerror or error}, so it cannot be removed or renamed; do it "
+        "by hand, or allow this process to"
+    )
+
+
 def cannot_read(path: str | os.PathLike[str], error: OSError) -> DamagedCheckpointError:
     """Returns what to raise when a file of a checkpoint cannot be read."""
     return DamagedCheckpointError(

@@ -102,11 +102,11 @@ def verify_checkpoint(
     if manifest.step != step:
         yield _finding("manifest", f"{storage.url}/{MANIFEST} belongs to step {manifest.step}")
         return
-    wrong = list(wrong_sizes(storage, manifest))
-    yield from (_finding("size", message) for message in wrong)
+    wrong = wrong_sizes(storage, manifest)
+    yield from (_finding("size", message) for message in wrong.values())
     done = 0
     for number, file in enumerate(manifest.files):
-        if not any(f"/{file.name}, " in message for message in wrong):
+        if file.name not in wrong:
             yield from _verify_file(storage, manifest, number, file)
         done += file.num_bytes
         progress(done, manifest.num_bytes)

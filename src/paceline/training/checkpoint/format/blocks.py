@@ -1,7 +1,5 @@
 """Bytes of a checkpoint's files, which are handed out only if they have their digests."""
 
-from collections.abc import Iterator
-
 import blake3
 
 from paceline.core.errors import DataError
@@ -59,15 +57,18 @@ def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> Non
         )
 
 
-def wrong_sizes(storage: Storage, manifest: Manifest) -> Iterator[str]:
-    """Yields what is missing, truncated or too long, without reading any of it."""
+def wrong_sizes(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """Returns what is missing, truncated or too long, by file, without reading any of it."""
     sizes = storage.sizes()
+    found: dict[str, str] = {}
     for file in manifest.files:
         what = f"{storage.url}/{file.name}, saved by rank {file.rank},"
         if file.name not in sizes:
-            yield f"{what} is missing"
+            found[file.name] = f"{what} is missing"
         elif sizes[file.name] != file.num_bytes:
-            yield f"{what} has {sizes[file.name]:,} bytes instead of {file.num_bytes:,}"
+            size = sizes[file.name]
+            found[file.name] = f"{what} has {size:,} bytes instead of {file.num_bytes:,}"
+    return found
 
 
 def read_bytes(storage: Storage, name: str, start: int, end: int) -> bytes:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 
 from paceline.data.storage.local import LocalStorage
-from paceline.training.checkpoint.errors import CheckpointError, cannot_write
+from paceline.training.checkpoint.errors import CheckpointError, cannot_move, cannot_write
 from paceline.training.checkpoint.format.manifest import MANIFEST
 from paceline.training.checkpoint.places.names import parse_step, step_name
 
@@ -97,15 +97,19 @@ class DirectoryPlace:
         """Removes a step: first its name, so that what is half removed is no step."""
         path = self._published(step)
         doomed = path.with_name(f"{path.name}{_UNFINISHED}{os.urandom(4).hex()}")
-        with _write_errors(path):
+        try:
             path.rename(doomed)
             shutil.rmtree(doomed)
+        except OSError as error:
+            raise cannot_move(path, error) from error
 
     def set_aside(self, step: int, save_id: str) -> None:
         """Gives a damaged step another name."""
         path = self._published(step)
-        with _write_errors(path):
+        try:
             path.rename(path.with_name(f"{path.name}{_SET_ASIDE}{save_id}"))
+        except OSError as error:
+            raise cannot_move(path, error) from error
 
     def sweep(self) -> list[str]:
         """Removes the attempts that no process holds."""
