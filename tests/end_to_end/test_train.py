@@ -1,0 +1,95 @@
+"""``paceline train`` as a user types it: trained, killed, resumed."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+_SMALL = (
+    *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
+    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=40"),
+    *("--set", "checkpoint.every_steps=5", "--set", "evaluation.sequences=4"),
+    *("--set", "logging.every_steps=1"),
+)
+
+
+def _start(place: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _paceline(place: pathlib.Path, *arguments: str) -> str:
+    process = _start(place, *arguments)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+def _losses(place: pathlib.Path, out: str) -> list[float]:
+    lines = (place / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if row["kind"] == "step"]
+
+
+@pytest.fixture
+def place(tmp_path: pathlib.Path) -> pathlib.Path:
+    text = "All this happened, more or less. " * 40
+    (tmp_path / "corpus").mkdir()
+    for number in range(60):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number}: {text}")
+    prepared = ("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens")
+    _paceline(tmp_path, *prepared, "--heldout", "0.2")
+    (tmp_path / "run.toml").write_text(_paceline(tmp_path, "train", "init"))
+    return tmp_path
+
+
+def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
+    command = ("train", "run.toml", "--ranks", "2", *_SMALL)
+    assert "parameters" in _paceline(place, *command, "--dry-run")
+    whole = _paceline(place, *command, "--set", "out=whole")
+    assert whole.startswith("finished after step 40, loss ")
+
+    killed = _start(place, *command)
+    deadline = time.monotonic() + 120
+    while not (place / "run" / "checkpoints" / "step-00000010").exists():
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert len(_losses(place, "run")) < 40
+
+    assert _paceline(place, *command) == whole.replace("whole", "run")
+    assert _losses(place, "run") == _losses(place, "whole")
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> None:
+    command = ("train", "run.toml", "--ranks", "1", *_SMALL, "--set", "training.steps=100000")
+    running = _start(place, *command)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("step 2 "):
+            break
+    os.killpg(running.pid, signal.SIGTERM)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 143, stderr
+    assert stdout.startswith("stopped after step ")
+    assert list((place / "run" / "checkpoints").glob("step-*"))
+
+
+def test_what_is_missing_is_said_in_one_line(place: pathlib.Path) -> None:
+    missing = _start(place, "train", "run.toml", "--set", 'data.sources=[{ place = "absent" }]')
+    _, stderr = missing.communicate(timeout=120)
+    assert missing.returncode == 1
+    assert stderr.count("\n") == 1
+    assert "absent: no manifest.json" in stderr
