@@ -25,6 +25,7 @@ from paceline.parallel.zero.optimizer_checkpoint import (
     parameter_names,
     saved_keys,
 )
+from paceline.parallel.zero.optimizer_state import OptimizerStateError
 from paceline.parallel.zero.runs import STEP
 from paceline.parallel.zero.shard_optimizer import MASTER
 from paceline.training.checkpoint.errors import CheckpointError
@@ -65,12 +66,16 @@ def load_optimizer_state(
         source: The checkpoint.
         prefix: Under which name the optimizer was saved.
     """
-    with named_failures(f"loading {source.checkpoint.storage.url}"):
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.load_checkpoint(model, source.reader, prefix, JsonLoadPlanner())
-        else:
-            _require_supported(optimizer)
-            _load_whole(optimizer, model, source, prefix)
+    what = f"loading {source.checkpoint.storage.url}"
+    try:
+        with named_failures(what):
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.load_checkpoint(model, source.reader, prefix, JsonLoadPlanner())
+            else:
+                _require_supported(optimizer)
+                _load_whole(optimizer, model, source, prefix)
+    except OptimizerStateError as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _load_whole(optimizer: Optimizer, model: nn.Module, source: Source, prefix: str) -> None:
