@@ -27,7 +27,7 @@ from paceline.training.config import (
     ScheduleConfig,
     StepConfig,
 )
-from paceline.training.metrics import EvaluationRow, MetricsFile, StepRow
+from paceline.training.metrics.rows import EvaluationRow, MetricsFile, StepRow
 from paceline.training.run import run
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 

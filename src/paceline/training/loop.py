@@ -17,8 +17,8 @@ from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
-from paceline.training.metrics import STARTED, EvaluationRow, EventRow, StepRow
-from paceline.training.observers import Observer
+from paceline.training.metrics.observers import Observer
+from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, StepRow
 from paceline.training.optimizers import set_learning_rate
 from paceline.training.run_state import RunStates
 from paceline.training.schedule import learning_rate_factor

@@ -13,8 +13,8 @@ from paceline.records.environment import capture_environment
 from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.loop import RunOutcome, train
-from paceline.training.metrics import MetricsFile
-from paceline.training.observers import FileObserver, LogObserver, Observer, Observers
+from paceline.training.metrics.observers import FileObserver, LogObserver, Observer, Observers
+from paceline.training.metrics.rows import MetricsFile
 from paceline.training.run_state import RunStates
 from paceline.training.toml_config import encode_config
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.core.units import format_decimal, format_seconds
-from paceline.training.metrics import (
+from paceline.training.metrics.rows import (
     STARTED,
     EvaluationRow,
     EventRow,
