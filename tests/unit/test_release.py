@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import itertools
 import pathlib
 import re
 import subprocess
