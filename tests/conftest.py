@@ -25,7 +25,8 @@ _TOGETHER = {
     # What is left behind is looked for on the whole machine: nobody else uses the lab meanwhile.
     "tests/distributed/test_sessions.py": "lab",
     "tests/end_to_end/test_tutorial.py": "lab",
-    # The report is built once.
+    # What they have in common is made once.
+    "tests/end_to_end/test_train.py": "train",
     "tests/end_to_end/test_report_build.py": "report",
 }
 """Files whose tests run one after another in one worker, and the name of what they share."""

@@ -136,6 +136,7 @@ CHAIN: tuple[tuple[StrategyName, int], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_one_strategy_after_another(
     rank_pool: Pools, tmp_path: pathlib.Path
 ) -> None:

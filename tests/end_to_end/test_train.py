@@ -41,8 +41,9 @@ def _losses(place: pathlib.Path, out: str) -> list[float]:
     return [row["loss"] for row in map(json.loads, lines) if row["kind"] == "step"]
 
 
-@pytest.fixture
-def place(tmp_path: pathlib.Path) -> pathlib.Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    tmp_path = tmp_path_factory.mktemp("train")
     text = "All this happened, more or less. " * 40
     (tmp_path / "corpus").mkdir()
     for number in range(60):
@@ -74,7 +75,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> None:
-    command = ("train", "run.toml", "--ranks", "1", *_SMALL, "--set", "training.steps=100000")
+    command = ("train", "run.toml", *_SMALL, "--set", "training.steps=100000", "--set", "out=long")
     running = _start(place, *command)
     assert running.stderr is not None
     for line in running.stderr:
@@ -84,7 +85,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> N
     stdout, stderr = running.communicate(timeout=120)
     assert running.returncode == 143, stderr
     assert stdout.startswith("stopped after step ")
-    assert list((place / "run" / "checkpoints").glob("step-*"))
+    assert list((place / "long" / "checkpoints").glob("step-*"))
 
 
 def test_what_is_missing_is_said_in_one_line(place: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from tests.end_to_end.test_communication import require_lab
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_tutorial_from_its_first_command_to_its_last(tmp_path: pathlib.Path) -> None:
     require_lab()

@@ -143,7 +143,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         # A single token that continues a sequence may look at all of it.
-        is_causal = query.shape[-2] > 1
+        is_causal = cache is None or query.shape[-2] > 1
         mixed = attention(query, key, value, causal=is_causal, implementation=self.implementation)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined

@@ -82,7 +82,7 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save that is under way has failed, as far as this rank knows."""
+        """Whether the save in progress has failed, as far as this rank knows."""
         return self._saving is not None and self._saving.error is not None
 
     def save(self, step: int, state: dict[str, Any], identity: Json, of_rank: Json = None) -> None:
@@ -128,7 +128,7 @@ class Checkpointer:
             raise saving.error
 
     def close(self) -> None:
-        """Lets what is under way end, without a word about failures, and gives up the group."""
+        """Lets a save in progress end, without a word about failures, and gives up the group."""
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join()
         self._saving = None

@@ -89,7 +89,7 @@ class BucketPlace:
     def sweep(self) -> list[str]:
         """Removes attempts that came to nothing, at steps up to the newest one.
 
-        A run saves its steps in order: no attempt at an older one is still under way.
+        A run saves its steps in order: no attempt at an older one is still in progress.
         """
         sizes = self._storage.sizes()
         newest = max(_published(sizes), default=-1)
