@@ -58,7 +58,10 @@ class S3Storage:
         import obstore
 
         whole = bytes(content)
-        self._retried(name, lambda: obstore.put(self._store(), name, whole))
+        try:
+            self._retried(name, lambda: obstore.put(self._store(), name, whole))
+        except FileNotFoundError as error:
+            raise DataError(f"{self.url}: there is no such bucket; make it first") from error
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
         """Uploads an object, unless the server has one of this name."""
