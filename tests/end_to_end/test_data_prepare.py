@@ -73,6 +73,7 @@ def _duration_s(config: PrepareConfig, out: pathlib.Path) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow  # Whether a kill meets a live driver depends on how busy the machine is.
 @pytest.mark.parametrize("num_kills", [FEW, MANY])
 def test_a_driver_that_is_killed_is_started_again(
     config: PrepareConfig, tmp_path: pathlib.Path, num_kills: int
