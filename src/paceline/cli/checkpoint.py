@@ -1,12 +1,13 @@
-"""``paceline checkpoint``: which checkpoints there are, and whether they are intact."""
+"""``paceline checkpoint``: which there are, whether they are intact, and their way in and out."""
 
 import dataclasses
+import pathlib
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, stdout_console, transfer_progress
+from paceline.cli.output import OutputOptions, print_json, say, stdout_console, transfer_progress
 
 _Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
 
@@ -84,14 +85,62 @@ class VerifyCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write a checkpoint as a Hugging Face model, which transformers and vLLM load."""
+
+    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINTS")]
+    """The directory of a run, or the place of its checkpoints."""
+    out: pathlib.Path
+    """The directory to make."""
+    step: int | None = None
+    """The checkpoint of this step; the newest that is complete otherwise."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What to round the weights to; they stay as they were saved otherwise."""
+
+    def run(self) -> int:
+        """Exports."""
+        from paceline.training.exchange.export import export_model
+        from paceline.training.exchange.saved_model import open_saved_model
+
+        saved = open_saved_model(self.place, self.step)
+        with transfer_progress(f"step {saved.step}") as progress:
+            config = export_model(saved, self.out, dtype=self.dtype, progress=progress)
+        (architecture,) = config["architectures"]
+        sys.stdout.write(f"{self.out}: step {saved.step:,} as {architecture}, {config['dtype']}\n")
+        if saved.tokenizer_json is None:
+            say(f"{self.out} has no tokenizer: no tokenizer.json is beside the checkpoints")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportCommand:
+    """Make a run of a Hugging Face Llama model; prints a config to train it on."""
+
+    directory: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The model: config.json, safetensors, tokenizer.json."""
+    out: pathlib.Path
+    """The directory of the run to make."""
+
+    def run(self) -> int:
+        """Imports; the config goes to stdout."""
+        from paceline.training.exchange.import_model import import_model
+        from paceline.training.toml_config import config_template
+
+        sys.stdout.write(config_template(import_model(self.directory, self.out)))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointCommand:
-    """Checkpoints of training runs: list them, verify them."""
+    """Checkpoints of training runs: list, verify, export and import them."""
 
     task: (
         Annotated[ListCommand, tyro.conf.subcommand("list")]
         | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
+        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+        | Annotated[ImportCommand, tyro.conf.subcommand("import")]
     )
 
     def run(self) -> int:
-        """Lists or verifies."""
+        """Does what was asked for."""
         return self.task.run()

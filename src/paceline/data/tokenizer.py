@@ -81,6 +81,11 @@ class Tokenizer:
         return blake3.blake3(self.json.encode()).hexdigest()
 
     @property
+    def end_token(self) -> str | None:
+        """The end-of-document token by name, if it has one."""
+        return self._inner.id_to_token(self.end_of_document)
+
+    @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """The type that its tokens are stored in."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")

@@ -41,10 +41,16 @@ class ModelConfig:
     """Query heads per attention layer."""
     num_kv_heads: int | None = None
     """Key-value heads (grouped-query attention)."""
+    head_dim: int | None = None
+    """Width of one head; d_model / num_heads unless given."""
     max_context_length: int | None = None
     """Longest sequence that the model accepts."""
     tied_embeddings: bool | None = None
     """Whether the output layer reuses the embedding's weights."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    norm_epsilon: float | None = None
+    """Added to the mean square before its root is taken."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward instead of keeping them."""
     compile_blocks: bool = False

@@ -6,7 +6,7 @@ import sys
 import msgspec
 
 from paceline.core.errors import UsageError
-from paceline.data.format.manifest import read_manifest
+from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.parallel import Session
 from paceline.records.environment import capture_environment
@@ -24,7 +24,7 @@ CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS = (
     "metrics.jsonl",
     "checkpoints",
 )
-"""What is in the directory of a run."""
+"""What is in the directory of a run, besides tokenizer.json."""
 
 
 def run(config: RunConfig, session: Session) -> RunOutcome:
@@ -41,6 +41,7 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
     if session.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG).write_text(encode_config(config), encoding="utf-8")
+        open_storage(directory).write(TOKENIZER, _tokenizer(config))
         (directory / ENVIRONMENT).write_bytes(msgspec.json.encode(capture_environment()) + b"\n")
         observers = [
             FileObserver(metrics),
@@ -52,7 +53,7 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
 
 
 def require_data(config: RunConfig) -> None:
-    """Raises unless every dataset is there and its tokens fit the model's vocabulary."""
+    """Raises unless every dataset is there and has tokens that the model knows."""
     for source in config.data.sources:
         manifest = read_manifest(open_storage(source.place))
         if manifest.vocab_size > config.model.shape.vocab_size:
@@ -61,3 +62,14 @@ def require_data(config: RunConfig) -> None:
                 f"vocabulary of {config.model.shape.vocab_size:,}; set model.vocab_size to "
                 f"{manifest.vocab_size:,} or more"
             )
+    kept = pathlib.Path(config.out) / TOKENIZER
+    if kept.exists() and kept.read_bytes() != _tokenizer(config):
+        raise UsageError(
+            f"{kept} is another tokenizer than that of {config.data.sources[0].place}; prepare the "
+            f"data with --tokenizer {kept}, or change out"
+        )
+
+
+def _tokenizer(config: RunConfig) -> bytes:
+    """Returns tokenizer.json of the data, of which a mixture has one."""
+    return open_storage(config.data.sources[0].place).read(TOKENIZER)

@@ -6,11 +6,14 @@ What is saved knows neither ranks nor strategies: any number and any strategy go
 import msgspec
 
 from paceline.core.errors import UsageError
+from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.torch_batches import TorchLoader
+from paceline.data.storage import open_storage
 from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.restore import Source, load_newest_valid
+from paceline.training.checkpoint.state.identity import RunIdentity, identity_of
 from paceline.training.checkpoint.state.random_numbers import (
     capture_random_state,
     restore_random_state,
@@ -32,6 +35,7 @@ class RunStates:
         self._config = config
         self._session = session
         self._place = place
+        self._identity = _identity(config)
         self._checkpointer = Checkpointer(
             place, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
         )
@@ -41,7 +45,9 @@ class RunStates:
         self._checkpointer.save(
             step,
             training_state(trainee.model, trainee.optimizers),
-            identity={"data": loader.state_dict(), "shape": repr(self._config.model.shape)},
+            identity=msgspec.to_builtins(
+                msgspec.structs.replace(self._identity, data=loader.state_dict())
+            ),
             of_rank={"random": capture_random_state()},
         )
 
@@ -52,6 +58,8 @@ class RunStates:
         )
         if restored is None:
             return 0
+        if restored.identity["data"] is None:
+            return 0  # Weights from elsewhere, nothing else.
         loader.load_state_dict(restored.identity["data"])
         if len(restored.ranks) == self._session.world_size:
             # With another number of ranks there is no state of chance to go on from.
@@ -64,11 +72,16 @@ class RunStates:
         self._checkpointer.close()
 
     def _load(self, source: Source, trainee: Trainee) -> None:
-        identity = msgspec.json.decode(source.checkpoint.manifest.identity)
-        saved, own = identity["shape"], repr(self._config.model.shape)
-        if saved != own:
+        saved = identity_of(source.checkpoint)
+        if difference := saved.difference(self._identity):
             raise UsageError(
-                f"{self._place}: step {source.checkpoint.manifest.step} is of another model: "
-                f"{saved}; this run's is {own}. Change out, or the model"
+                f"{self._place}: step {source.checkpoint.step} is of another model: {difference}; "
+                "change out, or the model"
             )
-        load_training_state(source, trainee.model, trainee.optimizers)
+        has_trained = saved.data is not None
+        load_training_state(source, trainee.model, trainee.optimizers if has_trained else {})
+
+
+def _identity(config: RunConfig) -> RunIdentity:
+    manifest = read_manifest(open_storage(config.data.sources[0].place))
+    return RunIdentity(shape=config.model.shape, end_of_document=manifest.end_of_document)

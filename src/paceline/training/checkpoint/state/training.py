@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from paceline.training.checkpoint.restore import Source
 from paceline.training.checkpoint.state.optimizer import load_optimizer_state, optimizer_state
 
-_MODEL = "model"
+MODEL = "model"
+"""Under which name a checkpoint holds the tensors of the model."""
 _OPTIMIZER = "optimizer"
 
 
@@ -22,7 +23,7 @@ def training_state(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dic
         optimizers: By the names that they are to have in the checkpoint.
     """
     return {
-        _MODEL: get_model_state_dict(model),
+        MODEL: get_model_state_dict(model),
         _OPTIMIZER: {
             name: optimizer_state(optimizer, model) for name, optimizer in optimizers.items()
         },
@@ -39,9 +40,9 @@ def load_training_state(
         model: Plain, or wrapped by any strategy.
         optimizers: By the names that they have in the checkpoint.
     """
-    state = {_MODEL: get_model_state_dict(model)}
+    state = {MODEL: get_model_state_dict(model)}
     source.load(state)
-    set_model_state_dict(model, state[_MODEL])
+    set_model_state_dict(model, state[MODEL])
     # After the parameters: a sharded optimizer may keep a copy of them.
     for name, optimizer in optimizers.items():
         load_optimizer_state(optimizer, model, source, f"{_OPTIMIZER}.{name}")

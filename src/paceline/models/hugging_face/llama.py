@@ -1,22 +1,20 @@
 """Our Transformer in Hugging Face's Llama layout, and back: renames alone, no value changes.
 
 Our rotary positions turn the two halves of a head, as transformers' do, so that no row has to be
-permuted. A directory has config.json, model.safetensors and, where it is known, tokenizer.json:
-what transformers and vLLM load. Nothing here runs code from a file.
+permuted.
 """
 
-import json
-import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import ShapeError, UsageError
 from paceline.core.specs import ModelShape, require_buildable
-
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+from paceline.models.hugging_face.files import CONFIG
+from paceline.models.transformer import TransformerLM
 
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -36,26 +34,41 @@ _INNER = {
 }
 _THEIR_INNER = {theirs: ours for ours, theirs in _INNER.items()}
 _THEIR_OUTER = {theirs: ours for ours, theirs in _OUTER.items()}
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Tables that old files hold, though the config says all about them."""
 
 
-def to_hugging_face(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Renames the parameters of a `TransformerLM`; a tied output layer is left out."""
-    renamed = {_their_name(name): tensor for name, tensor in state.items()}
-    if shape.tied_embeddings:
-        renamed.pop("lm_head.weight", None)
-    return renamed
+def llama_names(shape: ModelShape, names: Iterable[str]) -> dict[str, str]:
+    """Returns Llama's name of every parameter of a `TransformerLM`, but a tied output layer's."""
+    return {
+        name: _their_name(name)
+        for name in names
+        if not (shape.tied_embeddings and name == "head.weight")
+    }
 
 
-def from_hugging_face(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Renames the parameters of a Llama model."""
-    renamed = {_our_name(name): tensor for name, tensor in state.items()}
-    if shape.tied_embeddings:
+def from_llama(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Renames the parameters of a Llama model, which must be those of a `TransformerLM`."""
+    renamed = {
+        _our_name(name): tensor for name, tensor in state.items() if not _DERIVED.fullmatch(name)
+    }
+    if shape.tied_embeddings and "embedding.weight" in renamed:
         renamed["head.weight"] = renamed["embedding.weight"]
-    return renamed
+    with torch.device("meta"):
+        expected = TransformerLM(shape).state_dict()
+    for name, tensor in expected.items():
+        if name not in renamed:
+            raise ShapeError(f"{_their_name(name)} is missing from the weights")
+        if renamed[name].shape != tensor.shape:
+            raise ShapeError(
+                f"{_their_name(name)} has the shape {tuple(renamed[name].shape)}; config.json "
+                f"asks for {tuple(tensor.shape)}"
+            )
+    return {name: renamed[name] for name in expected}
 
 
-def hugging_face_config(shape: ModelShape, end_of_document: int | None = None) -> dict[str, Any]:
-    """Returns config.json for a model of a shape."""
+def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[str, Any]:
+    """Returns config.json for a model of a shape, but for its dtype."""
     require_buildable(shape)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -78,7 +91,6 @@ def hugging_face_config(shape: ModelShape, end_of_document: int | None = None) -
         "tie_word_embeddings": shape.tied_embeddings,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        "torch_dtype": "float32",
     }
 
 
@@ -87,7 +99,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
     if config.get("model_type") != "llama":
         raise UsageError(
             f"{where}: model_type {config.get('model_type')!r} is not llama, the one layout that "
-            "is read"
+            "Paceline's own model has; model.hugging_face in run.toml trains any other"
         )
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -96,6 +108,10 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UsageError(f"{where}: {name} is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UsageError(
+            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu"
+        )
     try:
         return ModelShape(
             vocab_size=config["vocab_size"],
@@ -114,57 +130,12 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
         raise UsageError(f"{where}: {error.args[0]} is missing") from error
 
 
-def save_hugging_face(
-    directory: pathlib.Path,
-    state: Mapping[str, Tensor],
-    shape: ModelShape,
-    tokenizer_json: str | None = None,
-    end_of_document: int | None = None,
-) -> None:
-    """Writes a model as transformers loads it, the config last.
-
-    Args:
-        directory: Made if it is not there; must not hold a model.
-        state: The full parameters of a `TransformerLM`.
-        shape: Its shape.
-        tokenizer_json: The tokenizer, where it is known.
-        end_of_document: The token that ends a text.
-    """
-    from safetensors.torch import save_file
-
-    if (directory / CONFIG).exists():
-        raise UsageError(f"{directory} holds a model already; name another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    renamed = to_hugging_face(state, shape)
-    save_file(
-        {name: tensor.detach().contiguous() for name, tensor in renamed.items()},
-        directory / WEIGHTS,
-        metadata={"format": "pt"},
-    )
-    if tokenizer_json is not None:
-        (directory / TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
-    config = hugging_face_config(shape, end_of_document)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def load_hugging_face(directory: pathlib.Path) -> tuple[ModelShape, dict[str, Tensor]]:
-    """Reads a Llama model: its shape, and the parameters of a `TransformerLM`."""
-    from safetensors.torch import load_file
-
-    path = directory / CONFIG
-    try:
-        shape = shape_of_config(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; name the directory of a model") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{directory}: no *.safetensors; pickled weights are not read")
-    state: dict[str, Tensor] = {}
-    for file in files:
-        state.update(load_file(file))
-    return shape, from_hugging_face(state, shape)
+def end_of_text(config: Mapping[str, Any]) -> int | None:
+    """Returns the token that ends a text, the first if config.json names several."""
+    found = config.get("eos_token_id")
+    if isinstance(found, list):
+        return found[0] if found else None
+    return found
 
 
 def _their_name(name: str) -> str:

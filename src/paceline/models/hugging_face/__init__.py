@@ -1,0 +1,1 @@
+"""Models as Hugging Face lays them out: what transformers and vLLM load."""

@@ -1,0 +1,1 @@
+"""Models on their way out of runs and into them, one process at a time."""

@@ -1,0 +1,92 @@
+"""A checkpoint as a Hugging Face model, for whoever has never heard of Paceline.
+
+One process reads it, whatever ranks and strategy have saved it. Memory is bounded by a file of
+weights, not by the model.
+"""
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.data.tokenizer import Tokenizer
+from paceline.models.hugging_face.files import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Progress,
+    write_model,
+)
+from paceline.models.hugging_face.llama import llama_config, llama_names
+from paceline.training.exchange.saved_model import SavedModel
+
+ExportDType = Literal["float32", "bfloat16", "float16"]
+
+
+def export_model(
+    saved: SavedModel,
+    out: pathlib.Path,
+    *,
+    dtype: ExportDType | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Writes what transformers' AutoModelForCausalLM and AutoTokenizer load; returns config.json.
+
+    Args:
+        saved: A model in a checkpoint.
+        out: The directory to make.
+        dtype: What the weights are rounded to; by default they stay as they were saved.
+        max_shard_bytes: About how large a file of weights may be.
+        progress: Told how far it is, in bytes.
+    """
+    tensors = saved.tensors
+    config, names = _layout(saved, tensors)
+    chosen = {theirs: _rounded(tensors[ours], dtype) for ours, theirs in names.items()}
+    ours = {theirs: name for name, theirs in names.items()}
+
+    def read(wanted: Sequence[str]) -> dict[str, Tensor]:
+        values = saved.read([ours[name] for name in wanted])
+        return {name: _rounded(values.pop(ours[name]), dtype) for name in wanted}
+
+    name_of_dtype = str(next(iter(chosen.values())).dtype).removeprefix("torch.")
+    # The first for transformers 5, the second for what is older.
+    config |= {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
+    files: dict[str, dict[str, Any] | str] = {CONFIG: config}
+    if saved.tokenizer_json is not None:
+        files[TOKENIZER] = saved.tokenizer_json
+        files[TOKENIZER_CONFIG] = _tokenizer_config(saved)
+    sizes = {name: math.prod(each.shape) * each.itemsize for name, each in chosen.items()}
+    write_model(out, files, sizes, read, max_shard_bytes=max_shard_bytes, progress=progress)
+    return config
+
+
+def _layout(saved: SavedModel, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns config.json, and what the tensors of the checkpoint are called beside it."""
+    shape = saved.identity.shape
+    assert shape is not None
+    return llama_config(shape, saved.identity.end_of_document), llama_names(shape, tensors)
+
+
+def _rounded(tensor: Tensor, dtype: ExportDType | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    rounded: torch.dtype = getattr(torch, dtype)
+    return tensor.to(rounded)
+
+
+def _tokenizer_config(saved: SavedModel) -> dict[str, Any]:
+    """Returns what AutoTokenizer needs besides tokenizer.json."""
+    assert saved.tokenizer_json is not None
+    end = saved.identity.end_of_document
+    tokenizer = Tokenizer(saved.tokenizer_json, end)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.end_token,
+        "eos_token": tokenizer.end_token,
+        "clean_up_tokenization_spaces": False,
+    }

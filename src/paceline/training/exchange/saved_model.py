@@ -1,0 +1,91 @@
+"""The model in a checkpoint, apart from ranks, strategies and optimizers."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from paceline.data.format.manifest import TOKENIZER
+from paceline.data.storage import open_storage
+from paceline.training.checkpoint.catalog import Checkpoint, complete_steps, open_checkpoint
+from paceline.training.checkpoint.errors import CheckpointError
+from paceline.training.checkpoint.places import open_place
+from paceline.training.checkpoint.restore import Source
+from paceline.training.checkpoint.state.identity import RunIdentity, identity_of
+from paceline.training.checkpoint.state.training import MODEL
+from paceline.training.checkpoint.torch_storage.dtypes import dtype_of
+from paceline.training.run import CHECKPOINTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """What a checkpoint holds of a model."""
+
+    checkpoint: Checkpoint
+    identity: RunIdentity
+    tokenizer_json: str | None
+    """The tokenizer of the run, if it is beside its checkpoints."""
+
+    @property
+    def step(self) -> int:
+        """Steps that it was trained for."""
+        return self.checkpoint.step
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, on the meta device: shapes and dtypes without numbers."""
+        return {
+            name.removeprefix(f"{MODEL}."): torch.empty(
+                entry.shape, dtype=dtype_of(entry.dtype), device="meta"
+            )
+            for name, entry in self.checkpoint.manifest.tensors.items()
+            if name.startswith(f"{MODEL}.")
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Reads whole tensors, whoever has saved which part of them; every byte is verified."""
+        known = self.tensors
+        state = {name: torch.empty_like(known[name], device="cpu") for name in names}
+        Source(self.checkpoint).load({MODEL: state})
+        return state
+
+
+def open_saved_model(where: str, step: int | None = None) -> SavedModel:
+    """Opens a checkpoint for its model; no tensor is read yet.
+
+    Args:
+        where: The directory of a run, or the place of its checkpoints.
+        step: One of its checkpoints; the newest that is complete by default.
+    """
+    if "://" not in where and (pathlib.Path(where) / CHECKPOINTS).is_dir():
+        run, place = where, open_place(pathlib.Path(where) / CHECKPOINTS)
+    else:
+        run, place = _parent(where), open_place(where)
+    steps = place.steps()
+    if step is None:
+        step = next(complete_steps(place), None)
+    if step is None or step not in steps:
+        what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(
+            f"{where}: no {what}; name the directory of a run, or the place of its checkpoints, "
+            "which `paceline checkpoint list` shows"
+        )
+    checkpoint = open_checkpoint(place, step)
+    return SavedModel(
+        checkpoint=checkpoint, identity=identity_of(checkpoint), tokenizer_json=_tokenizer(run)
+    )
+
+
+def _parent(where: str) -> str:
+    if "://" in where:
+        return where.rstrip("/").rpartition("/")[0]
+    return str(pathlib.Path(where).absolute().parent)
+
+
+def _tokenizer(run: str) -> str | None:
+    try:
+        return open_storage(run).read(TOKENIZER).decode()
+    except FileNotFoundError:
+        return None

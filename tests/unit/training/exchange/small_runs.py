@@ -1,0 +1,35 @@
+"""The directory of a small run, made without training."""
+
+import pathlib
+
+import msgspec
+import torch
+
+from paceline.core.specs import ModelShape
+from paceline.data.tokenizer import byte_tokenizer_json
+from paceline.models import TransformerLM
+from paceline.training.checkpoint.checkpointer import Checkpointer
+from paceline.training.checkpoint.state.identity import RunIdentity
+from paceline.training.checkpoint.state.training import training_state
+
+SHAPE = ModelShape(
+    vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2,
+    max_context_length=64,
+)  # fmt: skip
+
+
+def save_run(
+    directory: pathlib.Path, shape: ModelShape = SHAPE, steps: tuple[int, ...] = (10,)
+) -> TransformerLM:
+    """Saves a model at steps, each with other weights; returns the last."""
+    (directory).mkdir(parents=True)
+    (directory / "tokenizer.json").write_text(byte_tokenizer_json())
+    identity = RunIdentity(shape=shape, end_of_document=255, data={"position": 7})
+    with Checkpointer(directory / "checkpoints", asynchronous=False) as checkpointer:
+        for step in steps:
+            torch.manual_seed(step)
+            model = TransformerLM(shape).eval()
+            optimizer = torch.optim.AdamW(model.parameters())
+            state = training_state(model, {"adamw": optimizer})
+            checkpointer.save(step, state, msgspec.to_builtins(identity))
+    return model
