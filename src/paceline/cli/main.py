@@ -20,6 +20,7 @@ from paceline.cli import (
     checkpoint,
     data,
     environment,
+    generate,
     lab,
     plan,
     profile,
@@ -45,6 +46,7 @@ Verb = (
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[generate.GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )

@@ -1,6 +1,7 @@
 """Text from a model, token by token, with a cache of keys and values."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from paceline.models.layers import LayerCache
 from paceline.models.transformer import TransformerLM
 
 
-@torch.no_grad()
 def generate(
     model: TransformerLM,
     prompt: Tensor,
@@ -20,8 +20,9 @@ def generate(
     top_k: int | None = None,
     end_of_document: int | None = None,
     generator: torch.Generator | None = None,
+    forward: Callable[..., Tensor] | None = None,
 ) -> Iterator[int]:
-    """Yields tokens that continue a prompt, until the document ends.
+    """Returns tokens that continue a prompt, until the document ends or the context is full.
 
     Args:
         model: In evaluation mode, on the device of the prompt.
@@ -29,23 +30,44 @@ def generate(
         num_tokens: The most to make.
         temperature: Divides the logits; 0 takes the likeliest token each time.
         top_k: Draw from the so many likeliest tokens only.
-        end_of_document: The token after which to stop; it is not yielded.
+        end_of_document: The token after which to stop; it is not returned.
         generator: Source of chance.
+        forward: What to call instead of the model: what a strategy has wrapped it in.
     """
     if prompt.ndim != 1 or not len(prompt):
         raise UsageError("a prompt has at least one token; the end-of-document token begins a text")
     if temperature < 0:
         raise UsageError(f"temperature {temperature} must not be negative")
-    room = min(len(prompt) + num_tokens, model.shape.max_context_length)
+    if top_k is not None and top_k < 1:
+        raise UsageError(f"top-k {top_k} leaves no token to draw; it must be at least 1")
+    length = model.shape.max_context_length
+    if len(prompt) >= length:
+        raise UsageError(
+            f"a prompt of {len(prompt):,} tokens leaves no room in the model's context of "
+            f"{length:,}; shorten it"
+        )
+    room = min(len(prompt) + num_tokens, length)
     caches = [LayerCache(room) for _ in model.blocks]
+    tokens = _tokens(
+        lambda tokens: (forward or model)(tokens, caches),
+        lambda logits: _choose(logits, temperature, top_k, generator),
+        prompt,
+        room - len(prompt),
+    )
+    return itertools.takewhile(lambda token: token != end_of_document, tokens)
+
+
+@torch.no_grad()
+def _tokens(
+    forward: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    num_tokens: int,
+) -> Iterator[int]:
     tokens = prompt[None]
-    for _ in range(room - len(prompt)):
-        logits = model(tokens, caches)[0, -1].float()
-        token = _choose(logits, temperature, top_k, generator)
-        chosen = int(token)
-        if chosen == end_of_document:
-            return
-        yield chosen
+    for _ in range(num_tokens):
+        token = choose(forward(tokens)[0, -1].float())
+        yield int(token)
         tokens = token.view(1, 1)
 
 

@@ -1,0 +1,76 @@
+"""A model and its tokenizer, ready to generate: of a run, or of a Hugging Face directory."""
+
+import dataclasses
+import pathlib
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import UsageError
+from paceline.core.specs import ModelShape
+from paceline.data.tokenizer import Tokenizer
+from paceline.models import TransformerLM
+from paceline.models.hugging_face.files import CONFIG, TOKENIZER, read_config, read_weights
+from paceline.models.hugging_face.llama import end_of_text, from_llama, shape_of_config
+from paceline.training.exchange.saved_model import open_saved_model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What text is generated with."""
+
+    model: TransformerLM
+    """In evaluation mode, on the CPU."""
+    tokenizer: Tokenizer
+    step: int | None
+    """Of the checkpoint that it is from; None of a Hugging Face directory."""
+
+
+def load_model(where: str, step: int | None = None) -> LoadedModel:
+    """Loads a model with its tokenizer.
+
+    Args:
+        where: The directory of a run, the place of its checkpoints, or the directory of a model.
+        step: One of the checkpoints; the newest that is complete by default.
+    """
+    directory = pathlib.Path(where)
+    if "://" not in where and (directory / CONFIG).exists():
+        if step is not None:
+            raise UsageError(f"{where} is one model, without steps; leave --step out")
+        return _from_directory(directory)
+    saved = open_saved_model(where, step)
+    shape = saved.identity.shape
+    assert shape is not None
+    tokenizer = _tokenizer(saved.tokenizer_json, saved.identity.end_of_document, where)
+    return LoadedModel(
+        model=_transformer(shape, saved.read(saved.tensors)), tokenizer=tokenizer, step=saved.step
+    )
+
+
+def _from_directory(directory: pathlib.Path) -> LoadedModel:
+    config = read_config(directory)
+    path = directory / TOKENIZER
+    json = path.read_text(encoding="utf-8") if path.exists() else None
+    tokenizer = _tokenizer(json, end_of_text(config), str(directory))
+    shape = shape_of_config(config, str(directory / CONFIG))
+    model = _transformer(shape, from_llama(read_weights(directory), shape))
+    return LoadedModel(model=model, tokenizer=tokenizer, step=None)
+
+
+def _transformer(shape: ModelShape, state: dict[str, Tensor]) -> TransformerLM:
+    with torch.device("meta"):
+        model = TransformerLM(shape)
+    # The tensors themselves become the parameters: nothing is initialised, nothing copied.
+    model.load_state_dict(state, assign=True)
+    model.positions.to_empty(device="cpu")
+    model.positions.reset_buffers()
+    return model.eval()
+
+
+def _tokenizer(json: str | None, end_of_document: int | None, where: str) -> Tokenizer:
+    if json is None:
+        raise UsageError(
+            f"{where}: no {TOKENIZER}, without which text cannot become tokens; put the one that "
+            "the data was prepared with there"
+        )
+    return Tokenizer(json, end_of_document, f"{where}: {TOKENIZER}")
