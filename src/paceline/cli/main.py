@@ -22,12 +22,12 @@ from paceline.cli import (
     environment,
     generate,
     lab,
-    plan,
     profile,
     report,
     scaling,
     train,
 )
+from paceline.cli.plan.verb import PlanCommand
 from paceline.core.errors import PacelineError
 
 _DESCRIPTION = (
@@ -41,7 +41,7 @@ Verb = (
     | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
-    | Annotated[plan.PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]

@@ -10,7 +10,7 @@ import tyro
 
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
-from paceline.cli.plan_step import BacktestCommand, PlanStepCommand
+from paceline.cli.plan.step import BacktestCommand, PlanStepCommand
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset

@@ -1,0 +1,1 @@
+"""``paceline plan`` and its tasks."""
