@@ -13,23 +13,20 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paceline.core import ModelShape
 from paceline.core.strategies import StrategyName, find_strategy
 from paceline.models import TransformerLM, next_token_loss
-from paceline.parallel import DataParallelContainer, Session, distributed_session
-from paceline.parallel.strategies import apply_strategy, make_optimizer
+from paceline.parallel import Session, distributed_session
+from paceline.parallel.strategies import (
+    apply_strategy,
+    clip_grad_norm,
+    make_optimizer,
+    without_synchronization,
+)
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, CONTEXT = 4, 2, 12, 32
 SHAPE = ModelShape(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=2)
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scales gradients down to a norm, whoever has them."""
-    if isinstance(model, DataParallelContainer):
-        return model.clip_grad_norm_(max_norm)
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 # --8<-- [start:loop]
@@ -47,9 +44,8 @@ def train(strategy: StrategyName, session: Session, max_norm: float | None) -> l
         for micro in range(num_passes):
             batch = torch.randint(64, (GLOBAL_BATCH, CONTEXT + 1), generator=generator)
             own = batch[session.rank :: session.world_size].to(session.device)
-            # Without no_sync, as torch's FSDP2 is, every pass is averaged: the same gradients.
-            is_local = micro < num_passes - 1 and hasattr(model, "no_sync")
-            with model.no_sync() if is_local else contextlib.nullcontext():
+            is_local = micro < num_passes - 1
+            with without_synchronization(model) if is_local else contextlib.nullcontext():
                 loss = next_token_loss(model(own[:, :-1]), own[:, 1:]) / num_passes
                 loss.backward()
             total += loss.detach() / session.world_size

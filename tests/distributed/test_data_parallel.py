@@ -53,7 +53,11 @@ def _train(rank: int, world_size: int, model: str, container: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "world_size"),
-    [*itertools.product(MODELS, (2, 3)), *itertools.product(("layered", "tied"), (1, 4))],
+    [
+        *itertools.product(MODELS, (2, 3)),
+        *itertools.product(("layered", "tied"), (1,)),
+        *(pytest.param(model, 4, marks=pytest.mark.slow) for model in ("layered", "tied")),
+    ],
 )
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_training_equals_one_process(
@@ -293,7 +297,7 @@ def _weighted(rank: int, world_size: int, container: str) -> None:
         ours.set_gradient_weight(0.0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_gradients_are_averaged_by_weight(
     rank_pool: Pools, container: str, world_size: int

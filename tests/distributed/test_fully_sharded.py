@@ -296,7 +296,7 @@ def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:
         assert not _present(ours)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["frozen", "shapes", "language", "transformer"])
 def test_training_equals_one_process(
@@ -557,7 +557,7 @@ def _gather(rank: int, _world_size: int, model: str) -> None:
     assert not _present(ours)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["shapes", "tied", "transformer"])
 def test_full_parameters_are_gathered_with_names_shapes_and_strides(
     rank_pool: Pools, model: str, world_size: int

@@ -120,8 +120,8 @@ def _memory(
     ("strategy", "precision", "checkpointing", "attention"),
     [
         ("bucketed", "float32", "none", "sdpa"),
-        ("torch_ddp", "bfloat16", "none", "sdpa"),
-        ("sharded", "float32", "full", "sdpa"),
+        pytest.param("torch_ddp", "bfloat16", "none", "sdpa", marks=pytest.mark.slow),
+        pytest.param("sharded", "float32", "full", "sdpa", marks=pytest.mark.slow),
         ("fully_sharded", "float32", "none", "sdpa"),
         pytest.param("none", "float32", "none", "naive", marks=pytest.mark.slow),
         pytest.param("sharded", "float32", "none", "sdpa", marks=pytest.mark.slow),

@@ -242,6 +242,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: pathlib.Path) -> None:
     assert addresses, "gloo listens somewhere; the test must see it"
 
 
+@pytest.mark.slow
 @needs_lab
 def test_a_shaped_link_carries_its_rate() -> None:
     from paceline.lab.probe import measure_link
@@ -385,6 +386,7 @@ sys.exit(len(os.listdir("/proc/self/task")) - 1)
 """
 
 
+@pytest.mark.slow
 def test_a_session_that_is_over_leaves_no_threads(tmp_path: pathlib.Path) -> None:
     # A thread of gloo that meets the end of the interpreter aborts the process, now and then.
     script = tmp_path / "trains.py"
@@ -420,7 +422,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("end", "exit_code"), [("session", 0), ("error", 3)])
+@pytest.mark.parametrize(
+    ("end", "exit_code"), [pytest.param("session", 0, marks=pytest.mark.slow), ("error", 3)]
+)
 def test_a_script_ends_while_parameters_are_in_flight(
     tmp_path: pathlib.Path, end: str, exit_code: int
 ) -> None:
@@ -430,6 +434,7 @@ def test_a_script_ends_while_parameters_are_in_flight(
     assert result.returncode == exit_code, result.stderr
 
 
+@pytest.mark.slow
 def test_a_script_with_its_own_group_ends_while_parameters_are_in_flight(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from paceline.data.format.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.loader.config import SourceConfig
 from paceline.data.storage import open_storage
 from paceline.parallel import RankError, RankPool, Session
-from paceline.parallel.ranks.placement import Placement
+from paceline.parallel.ranks.placement import local_placement
+from paceline.training.checkpoint.verify import list_checkpoints
 from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
@@ -29,18 +32,20 @@ from paceline.training.config import (
 )
 from paceline.training.metrics.rows import EvaluationRow, MetricsFile, StepRow
 from paceline.training.run import run
+from paceline.training.steps.nonfinite import explain_nonfinite
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 Pools = Callable[[int], RankPool]
 STEPS = 6
 
 
-@pytest.fixture
-def config(tmp_path: pathlib.Path) -> RunConfig:
-    tokens = tmp_path / "tokens"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    place = tmp_path_factory.mktemp("training")
+    tokens = place / "tokens"
     write_dataset(tokens, random_documents(4000), shard_tokens=1000)
     return RunConfig(
-        out=str(tmp_path / "run"),
+        out=str(place / "run"),
         model=ModelConfig(preset="bytes-6M", num_layers=2, d_model=32, d_ff=64, num_heads=2),
         data=DataConfig(sources=(SourceConfig(place=str(tokens)),), context_length=16),
         training=StepConfig(steps=STEPS, batch_size=12, micro_batch_size=2, clip_norm=0.5),
@@ -53,15 +58,7 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
 
 def _train(_rank: int, _world_size: int, config: RunConfig) -> None:
     """Trains on this rank."""
-    placement = Placement(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=dist.get_rank(),
-        local_world_size=dist.get_world_size(),
-        num_hosts=1,
-        host=0,
-        launcher="spawn",
-    )
+    placement = local_placement("spawn", dist.get_rank(), dist.get_world_size())
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
     run(config, session)
 
@@ -79,7 +76,7 @@ def _with(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(config, out=str(pathlib.Path(config.out).parent / out), **changed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
     """The losses of one process."""
     single = _with(config, "alone")
@@ -121,9 +118,9 @@ def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_p
 def test_a_run_that_goes_on_is_equal_to_the_bit(
     config: RunConfig, rank_pool: Pools, strategy: str
 ) -> None:
-    whole = _with(config, "whole", parallel={"strategy": strategy})
+    whole = _with(config, f"whole-{strategy}", parallel={"strategy": strategy})
     rank_pool(2).run(_train, whole)
-    again = _with(config, "again", parallel={"strategy": strategy})
+    again = _with(config, f"again-{strategy}", parallel={"strategy": strategy})
     rank_pool(2).run(_train, again)
     for checkpoint in sorted((pathlib.Path(again.out) / "checkpoints").iterdir())[1:]:
         for file in checkpoint.iterdir():
@@ -204,5 +201,34 @@ def test_what_cannot_be_trained_is_named(config: RunConfig, rank_pool: Pools) ->
                 config, "split", optimizer={"name": "muon"}, parallel={"strategy": "fully_sharded"}
             ),
         )
-    with pytest.raises(RankError, match="no rank has stepped"):
-        rank_pool(2).run(_train, _with(config, "diverged", optimizer={"learning_rate": 1e30}))
+    with pytest.raises(RankError, match="3 ranks without a sequence"):
+        rank_pool(3).run(_train, _with(config, "few", training={"batch_size": 2}))
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "fully_sharded", "torch_fsdp2"])
+def test_a_run_that_diverges_says_where_and_keeps_its_state(
+    config: RunConfig, rank_pool: Pools, strategy: str
+) -> None:
+    diverging = _with(
+        config,
+        f"diverging-{strategy}",
+        optimizer={"learning_rate": 1e30},
+        parallel={"strategy": strategy},
+    )
+    with pytest.raises(RankError, match="no rank has stepped") as caught:
+        rank_pool(2).run(_train, diverging)
+    message = str(caught.value)
+    assert re.search(r"rank \d \(samples [\d,]+ to [\d,]+\): the (output|gradient) of \w+", message)
+    kept = list_checkpoints(pathlib.Path(diverging.out) / "diverged")
+    assert [each.problem for each in kept] == [""]
+
+
+def _explain(rank: int, _world_size: int) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    inputs = torch.full((1, 2), torch.inf if rank == 1 else 1.0)
+    return explain_nonfinite(model, lambda: model(inputs).sum().backward(), f"sample {rank}")
+
+
+def test_the_rank_and_the_module_that_are_not_finite_are_named(rank_pool: Pools) -> None:
+    for explanation in rank_pool(2).run(_explain):
+        assert explanation == "rank 1 (sample 1): the output of 0 is the first that is not finite"

@@ -155,6 +155,7 @@ def test_bench_step_compiled(tmp_path: pathlib.Path, flag: str) -> None:
     assert record.case["compile"] == {"--compile": "whole", "--compile-blocks": "blocks"}[flag]
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_skipped_and_what_does_not_fit_is_recorded(
     tmp_path: pathlib.Path,
 ) -> None:

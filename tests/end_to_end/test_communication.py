@@ -58,6 +58,7 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
     assert len(stored) == 12
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     records = run(*TORCHRUN, *SMALL, cwd=tmp_path)
     assert len(by_kind(records, "comm")) == 2

@@ -26,7 +26,9 @@ def test_naive_equals_the_baseline() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "num_messages"),
     [
-        ("benchmark_naive_ddp.py", ("--model", "transformer"), 75),
+        pytest.param(
+            *("benchmark_naive_ddp.py", ("--model", "transformer"), 75), marks=pytest.mark.slow
+        ),
         pytest.param(
             *("benchmark_optimized_ddp.py", ("--mode", "flat"), 1), marks=pytest.mark.slow
         ),

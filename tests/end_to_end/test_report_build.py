@@ -89,6 +89,7 @@ def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib
         assert overflow == "auto"
 
 
+@pytest.mark.slow
 def test_a_suite_measures_for_real(tmp_path: pathlib.Path) -> None:
     case = SuiteCase(
         name="tiny",

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -72,6 +73,60 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
 
     assert _paceline(place, *command) == whole.replace("whole", "run")
     assert _losses(place, "run") == _losses(place, "whole")
+    audited = _paceline(place, "data", "audit", "run")
+    assert audited == "run: 40 steps, every sample exactly once\n"
+
+
+def _ranks(pid: int) -> list[int]:
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(each) for each in children.read_text().split()] if children.exists() else []
+
+
+def _last_step(out: pathlib.Path) -> int:
+    try:
+        return json.loads(out.joinpath("metrics.jsonl").read_bytes().splitlines()[-1])["step"]
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _parameters(out: pathlib.Path) -> dict[str, bytes]:
+    newest = max((out / "checkpoints").glob("step-*"))
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_kills_of_one_rank_change_nothing(place: pathlib.Path) -> None:
+    command = ("train", "run.toml", "--ranks", "2", *_SMALL, "--set", "training.steps=200")
+    _paceline(place, *command, "--set", "out=never-killed")
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    out = place / "often-killed"
+    checkpoints = out / "checkpoints"
+    num_kills = num_in_saves = 0
+    for _ in range(60):
+        running = _start(place, *command, "--set", "out=often-killed")
+        # Most get past the next checkpoint; some are met while a save is half-written.
+        target = _last_step(out) + chance.randint(1, 12)
+        wants_save = chance.random() < 0.4
+        while running.poll() is None and num_kills < 20:
+            is_saving = any(checkpoints.glob("*.tmp*"))
+            if _last_step(out) >= target and (is_saving or not wants_save):
+                ranks = _ranks(running.pid)
+                if ranks:
+                    os.kill(chance.choice(ranks), signal.SIGKILL)
+                    num_kills += 1
+                    num_in_saves += is_saving
+                break
+            time.sleep(0.001)
+        _, stderr = running.communicate(timeout=240)
+        if running.returncode == 0:
+            break
+    assert num_kills == 20, f"seed {seed}: {stderr}"
+    assert num_in_saves >= 2, f"seed {seed}"
+    assert running.returncode == 0, f"seed {seed}: {stderr}"
+    assert _losses(place, "often-killed") == _losses(place, "never-killed"), f"seed {seed}"
+    assert _parameters(out) == _parameters(place / "never-killed"), f"seed {seed}"
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> None:

@@ -7,16 +7,22 @@ from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, say, stdout_console, transfer_progress
-
-_Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
+from paceline.cli.output import (
+    OutputOptions,
+    Place,
+    print_findings,
+    print_json,
+    say,
+    stdout_console,
+    transfer_progress,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListCommand:
     """List the checkpoints of a run, the oldest first."""
 
-    place: _Place
+    place: Place
     """Where the run saves its checkpoints."""
     output: OutputOptions
 
@@ -32,19 +38,9 @@ class ListCommand:
         if not found:
             sys.stdout.write(f"{self.place}: no checkpoints\n")
             return 0
-        from rich.table import Table
+        from paceline.reports.tables.checkpoints import checkpoints_table
 
-        table = Table("step", "size", "files", "tensors", "ranks", "state")
-        for summary in found:
-            table.add_row(
-                f"{summary.step:,}",
-                f"{summary.num_bytes / 1e6:,.1f} MB",
-                f"{summary.num_files:,}",
-                f"{summary.num_tensors:,}",
-                f"{summary.world_size:,}",
-                summary.problem or "complete",
-            )
-        stdout_console().print(table)
+        stdout_console().print(checkpoints_table(found, self.place))
         return 0
 
 
@@ -52,7 +48,7 @@ class ListCommand:
 class VerifyCommand:
     """Read checkpoints whole and compare them with the digests of their manifests."""
 
-    place: _Place
+    place: Place
     """Where the run saves its checkpoints."""
     step: int | None = None
     """The checkpoint of this step only; all of them otherwise."""
@@ -72,12 +68,8 @@ class VerifyCommand:
         num_wrong = 0
         for step in steps:
             with transfer_progress(f"step {step}") as progress:
-                for finding in verify_checkpoint(self.place, step, progress):
-                    num_wrong += 1
-                    if self.output.json:
-                        print_json(finding)
-                    else:
-                        sys.stdout.write(f"{finding}\n")
+                findings = verify_checkpoint(self.place, step, progress)
+                num_wrong += print_findings(findings, self.output)
         if not num_wrong and not self.output.json:
             what = "checkpoint is" if len(steps) == 1 else "checkpoints are"
             sys.stdout.write(f"{self.place}: {len(steps):,} {what} intact\n")

@@ -10,6 +10,8 @@ import tyro
 from paceline.cli.output import (
     Flat,
     OutputOptions,
+    Place,
+    print_findings,
     print_json,
     require_figure,
     say,
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.data.format.manifest import Manifest
     from paceline.data.storage import Storage
 
-_Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
 _EXCERPT_TOKENS = 48
 
 
@@ -76,7 +77,7 @@ class PrepareCommand:
 class ExportCommand:
     """Write a split in Megatron's format, PREFIX.bin and PREFIX.idx."""
 
-    place: _Place
+    place: Place
     """The prepared dataset."""
     out: pathlib.Path
     """PREFIX of the two files."""
@@ -104,7 +105,7 @@ class ExportCommand:
 class ShowCommand:
     """Show what a dataset holds: splits, sources, what was left out, beginnings of documents."""
 
-    place: _Place
+    place: Place
     """The prepared dataset."""
     split: Literal["train", "heldout"] = "train"
     """Split whose documents are shown."""
@@ -152,7 +153,7 @@ class ShowCommand:
 class VerifyCommand:
     """Read a dataset whole and compare it with the digests of its manifest."""
 
-    place: _Place
+    place: Place
     """The prepared dataset."""
     output: OutputOptions
 
@@ -164,17 +165,32 @@ class VerifyCommand:
 
         storage = open_storage(self.place)
         manifest = read_manifest(storage)
-        num_wrong = 0
         with transfer_progress(self.place) as progress:
-            for finding in verify(storage, manifest, progress):
-                num_wrong += 1
-                if self.output.json:
-                    print_json(finding)
-                else:
-                    sys.stdout.write(f"{finding}\n")
+            num_wrong = print_findings(verify(storage, manifest, progress), self.output)
         if not num_wrong and not self.output.json:
             num_shards = sum(map(manifest.num_shards, manifest.splits))
             sys.stdout.write(f"{self.place}: {num_shards:,} shards are intact\n")
+        return 1 if num_wrong else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditCommand:
+    """Check that a run has trained on every sample of its stream exactly once."""
+
+    run_directory: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Directory of a run of paceline train."""
+    output: OutputOptions
+
+    def run(self) -> int:
+        """Reads the samples again, prints what is wrong; exits with 1 if anything is."""
+        from paceline.training.audit import audit_run
+
+        num_steps, findings = audit_run(self.run_directory)
+        num_wrong = print_findings(findings, self.output)
+        if not num_wrong and not self.output.json:
+            sys.stdout.write(
+                f"{self.run_directory}: {num_steps:,} steps, every sample exactly once\n"
+            )
         return 1 if num_wrong else 0
 
 
@@ -188,6 +204,7 @@ class DataCommand:
         | Annotated[ShowCommand, tyro.conf.subcommand("show")]
         | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+        | Annotated[AuditCommand, tyro.conf.subcommand("audit")]
     )
 
     def run(self) -> int:

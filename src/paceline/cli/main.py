@@ -5,7 +5,6 @@ Nothing here, nor in any module that it imports, may load torch or numpy: a verb
 are needed to parse its flags, its work is not.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from paceline.cli import (
     train,
 )
 from paceline.cli.plan.verb import PlanCommand
-from paceline.core.errors import PacelineError
+from paceline.core.errors import DISK_FULL, PacelineError
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -50,8 +49,6 @@ Verb = (
     | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _PARSING = (
     tyro.conf.OmitArgPrefixes,
@@ -87,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if error.filename is None and error.errno not in _FULL:
+        if error.filename is None and error.errno not in DISK_FULL:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        remedy = "make room" if error.errno in _FULL else "name another path"
+        remedy = "make room" if error.errno in DISK_FULL else "name another path"
         sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
         return 1
     return exit_code

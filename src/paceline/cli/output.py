@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+    from paceline.core.finding import Finding
+    from paceline.data.sampling.audit import AuditFinding
     from paceline.records import Record
 
 
@@ -28,6 +30,8 @@ _PLAIN_PAUSE_S = 5.0
 _Options = TypeVar("_Options")
 Flat = Annotated[_Options, tyro.conf.arg(name="")]
 """Options that the help lists with the command's own, without a heading."""
+Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
+"""Where a dataset or the checkpoints of a run are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,18 @@ def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
         chosen = [record for record in records if record.kind == kind]
         stdout_console().print(records_table(with_predictions(chosen, records)))
+
+
+def print_findings(findings: "Iterable[Finding | AuditFinding]", output: OutputOptions) -> int:
+    """Prints what is wrong, each as soon as it is found, and returns how much that is."""
+    num_found = 0
+    for finding in findings:
+        num_found += 1
+        if output.json:
+            print_json(finding)
+        else:
+            sys.stdout.write(f"{finding}\n")
+    return num_found
 
 
 def stdout_console() -> "Console":

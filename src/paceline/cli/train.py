@@ -1,6 +1,7 @@
 """``paceline train``: a run from a config to a model."""
 
 import dataclasses
+import os
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -79,9 +80,11 @@ class TrainCommand:
 
     def _train(self, config: "RunConfig") -> int:
         from paceline.parallel import distributed_session
-        from paceline.training.run import require_data, run
+        from paceline.parallel.ranks.placement import is_launched
+        from paceline.training.run import run
 
-        require_data(config)
+        if not is_launched(os.environ):
+            self._require_startable(config)
         with distributed_session(
             ranks_per_host=self.ranks,
             device=config.parallel.device,
@@ -95,6 +98,21 @@ class TrainCommand:
                     sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
                     sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
         return 0 if outcome.reason == "finished" else _STOPPED
+
+    def _require_startable(self, config: "RunConfig") -> None:
+        """Raises before ranks are started, which takes seconds and ends in an error of each."""
+        import torch
+
+        from paceline.training.run import require_startable, usable_bytes
+
+        if config.parallel.device == "cpu" or not torch.cuda.is_available():
+            num_ranks = self.ranks or 1
+            rank_bytes = usable_bytes(torch.device("cpu"), num_ranks)
+        else:
+            # Ranks ask their GPUs themselves: asking here would take memory of the first one.
+            num_ranks = self.ranks or torch.cuda.device_count()
+            rank_bytes = None
+        require_startable(config, num_ranks, rank_bytes)
 
 
 def _forecast_text(predicted: "Forecast") -> str:

@@ -6,7 +6,20 @@ Paceline and keeps its traceback. A message names the culprit and says what to d
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a disk, or a user's share of it, that has no room left."""
+
+
+_OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+    "out of memory",
+)
 
 
 class PacelineError(Exception):
@@ -35,6 +48,16 @@ class RecordError(PacelineError):
 
 class DataError(PacelineError):
     """Training data that cannot be read, prepared or trusted, naming the file or shard."""
+
+
+class TruncatedError(DataError):
+    """A file that ends before what was to be read of it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, a kernel or Python says that memory could not be had."""
+    says_so = any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+    return says_so or isinstance(error, MemoryError)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

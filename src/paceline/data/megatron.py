@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.format.manifest import Manifest, SplitName, documents_name, tokens_name
+from paceline.data.format.manifest import (
+    DOCUMENT_END_DTYPE,
+    Manifest,
+    SplitName,
+    documents_name,
+    tokens_name,
+)
 from paceline.data.storage import Storage
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -121,7 +127,9 @@ def write_megatron(
     with _unfinished(pathlib.Path(f"{os.fspath(prefix)}.bin")) as path, path.open("wb") as file:
         for shard in range(manifest.num_shards(split)):
             content = storage.read(tokens_name(split, shard))
-            shard_ends = np.frombuffer(storage.read(documents_name(split, shard)), "<u4")
+            shard_ends = np.frombuffer(
+                storage.read(documents_name(split, shard)), DOCUMENT_END_DTYPE
+            )
             ends.append(shard_ends.astype(np.int64) + num_before)
             num_before += len(content) // manifest.token_bytes
             file.write(content)  # A uint32 below 2^31 is an int32.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 import paceline
+from paceline.core.host_memory import physical_memory_bytes
 
 _PACKAGES = ("torch", "numpy", "triton")
 
@@ -95,14 +96,6 @@ def available_processors() -> int:
 def threads_per_rank(world_size: int) -> int:
     """Returns the threads for each of several ranks, so that together they fill the machine."""
     return max(1, available_processors() // world_size)
-
-
-def physical_memory_bytes() -> int | None:
-    """Returns the machine's memory, where the operating system tells."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def network_links() -> list[str]:

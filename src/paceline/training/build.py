@@ -11,7 +11,7 @@ from paceline.models import TransformerLM
 from paceline.parallel import Session
 from paceline.parallel.strategies import apply_strategy
 from paceline.training.config import RunConfig
-from paceline.training.optimizers import make_optimizers
+from paceline.training.steps.optimizers import make_optimizers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

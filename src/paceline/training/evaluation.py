@@ -15,7 +15,7 @@ from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
 from paceline.training.config import RunConfig, num_passes
-from paceline.training.micro_batches import micro_batches
+from paceline.training.steps.micro_batches import micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Evaluation:
 
 
 class HeldOut:
-    """The held-out sequences of a run.
+    """The held-out sequences of a run, read once.
 
     Args:
         config: How they are read; its batch is all of them.
@@ -39,9 +39,12 @@ class HeldOut:
 
     def __init__(self, config: LoaderConfig, micro_batch_size: int, device: torch.device) -> None:
         self._config = config
-        self._micro_batch_size = micro_batch_size
         self._device = device
         self._bytes_per_token = _bytes_per_token(config)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        with TorchLoader(config, device=device, rank=rank, world_size=world_size) as loader:
+            self._batch = next(loader)
+        self._num_passes = num_passes(config.batch_size, world_size, micro_batch_size)
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> "HeldOut | None":
@@ -63,16 +66,11 @@ class HeldOut:
             model: As it is trained.
             autocast: What lowers the precision of a forward pass.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        with TorchLoader(
-            self._config, device=self._device, rank=rank, world_size=world_size
-        ) as loader:
-            batch = next(loader)
+        batch = self._batch
         was_training = model.training
         model.eval()
         total = torch.zeros((), device=self._device)
-        passes = num_passes(self._config.batch_size, world_size, self._micro_batch_size)
-        for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, passes):
+        for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, self._num_passes):
             with autocast():
                 logits: Tensor = model(tokens)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
@@ -88,7 +86,6 @@ def _bytes_per_token(config: LoaderConfig) -> float:
     total = weights = 0.0
     for source in config.sources:
         manifest = read_manifest(open_storage(source.place))
-        num_tokens = sum(split.num_tokens for split in manifest.splits.values())
-        total += source.weight * manifest.num_source_bytes / num_tokens
+        total += source.weight * manifest.source_bytes_per_token
         weights += source.weight
     return total / weights

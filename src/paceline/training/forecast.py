@@ -15,6 +15,11 @@ from paceline.prediction.step import strategy_step_terms
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
 
+MEMORY_REMEDY = (
+    "lower training.micro_batch_size, set model.activation_checkpointing to full, take "
+    "parallel.strategy fully_sharded, or start fewer ranks per host"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
@@ -77,15 +82,21 @@ def forecast(
     )
 
 
-def require_fit(predicted: Forecast, limit_bytes: int) -> None:
-    """Raises if the peak of a step is beyond what a device has."""
-    if predicted.memory.total > limit_bytes:
+def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
+    """Raises if the peak of a step is beyond what a rank may take, where that is known."""
+    if limit_bytes is not None and predicted.memory.total > limit_bytes:
         raise UsageError(
-            f"a step needs {format_binary_bytes(predicted.memory.total)}, of which activations "
-            f"{format_binary_bytes(predicted.memory.activations)}, and the device has "
-            f"{format_binary_bytes(limit_bytes)}; lower training.micro_batch_size, set "
-            "model.activation_checkpointing to full, or take parallel.strategy fully_sharded"
+            f"{memory_need(predicted)}, and a rank may take {format_binary_bytes(limit_bytes)}; "
+            f"{MEMORY_REMEDY}"
         )
+
+
+def memory_need(predicted: Forecast) -> str:
+    """Returns what a step was predicted to need, as a sentence begins."""
+    return (
+        f"a step needs {format_binary_bytes(predicted.memory.total)} per rank, of which "
+        f"activations {format_binary_bytes(predicted.memory.activations)}"
+    )
 
 
 def _step_time_s(

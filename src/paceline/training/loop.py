@@ -12,18 +12,19 @@ import time
 from typing import Literal
 
 from paceline.core.errors import PacelineError
-from paceline.data.loader.torch_batches import TorchLoader
+from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
 from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
 from paceline.training.metrics.observers import Observer
 from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, StepRow
-from paceline.training.optimizers import set_learning_rate
 from paceline.training.run_state import RunStates
-from paceline.training.schedule import learning_rate_factor
 from paceline.training.signals import StopRequest
-from paceline.training.step import TrainingStep
+from paceline.training.steps.nonfinite import explain_nonfinite
+from paceline.training.steps.optimizers import set_learning_rate
+from paceline.training.steps.schedule import learning_rate_factor
+from paceline.training.steps.step import StepResult, TrainingStep
 
 
 class DivergedError(PacelineError):
@@ -74,13 +75,15 @@ def train(
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
             set_learning_rate(trainee.optimizers.values(), factor)
-            result = runner.run(batch.tokens, batch.targets, stop=stop.received is not None)
+            result = runner.run(
+                batch.tokens,
+                batch.targets,
+                stop=stop.received is not None,
+                digest=batch.digest or 0,
+            )
             if not result.is_finite:
-                raise DivergedError(
-                    f"step {step + 1}: the loss is {result.loss}, the norm of the gradients "
-                    f"{result.gradient_norm}; no rank has stepped. Go on from the last checkpoint "
-                    "with a lower optimizer.learning_rate or training.clip_norm"
-                )
+                kept = states.keep_diverged(step, trainee, loader)
+                raise _diverged(step + 1, result, kept, _explain(runner, trainee, batch))
             step += 1
             before, ended = ended, time.perf_counter()
             observer.note(
@@ -92,6 +95,8 @@ def train(
                     learning_rate=config.optimizer.learning_rate * factor,
                     step_time_s=ended - before,
                     data_wait_s=received - began,
+                    first_sample=batch.first_sample,
+                    data_digest=f"{result.digest:016x}",
                 )
             )
             is_last = step == num_steps or result.stop
@@ -109,6 +114,24 @@ def train(
     reason: Literal["finished", "stopped"] = "finished" if step == num_steps else "stopped"
     observer.note(EventRow(step=step, name=reason, message=f"after step {step}"))
     return RunOutcome(reason=reason, step=step, loss=result.loss if result else float("nan"))
+
+
+def _explain(runner: TrainingStep, trainee: Trainee, batch: TorchBatch) -> str:
+    last = batch.first_sample + len(batch.tokens) - 1
+    return explain_nonfinite(
+        trainee.module,
+        lambda: runner.forward_and_backward(batch.tokens, batch.targets),
+        f"samples {batch.first_sample:,} to {last:,}",
+    )
+
+
+def _diverged(step: int, result: StepResult, kept: str, explanation: str) -> DivergedError:
+    return DivergedError(
+        f"step {step}: the loss is {result.loss}, the norm of the gradients "
+        f"{result.gradient_norm}: {explanation}; no rank has stepped, and {kept} has the state "
+        "before the step. Go on from a checkpoint with a lower optimizer.learning_rate or "
+        "training.clip_norm"
+    )
 
 
 def _start(step: int, session: Session) -> str:

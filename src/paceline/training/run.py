@@ -4,38 +4,35 @@ import pathlib
 import sys
 
 import msgspec
+import torch
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
+from paceline.core.host_memory import usable_host_bytes
 from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.parallel import Session
 from paceline.records.environment import capture_environment
 from paceline.training.build import build
 from paceline.training.config import RunConfig
+from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics.observers import FileObserver, LogObserver, Observer, Observers
 from paceline.training.metrics.rows import MetricsFile
+from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS
 from paceline.training.run_state import RunStates
 from paceline.training.toml_config import encode_config
 
-CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS = (
-    "config.toml",
-    "environment.json",
-    "metrics.jsonl",
-    "checkpoints",
-)
-"""What is in the directory of a run, besides tokenizer.json."""
+
+class OutOfMemoryError(PacelineError):
+    """A rank whose step does not fit into its memory."""
 
 
 def run(config: RunConfig, session: Session) -> RunOutcome:
     """Trains, from the newest checkpoint if there is one."""
     directory = pathlib.Path(config.out)
-    require_data(config)
-    if config.training.batch_size < session.world_size:
-        raise UsageError(
-            f"training.batch_size {config.training.batch_size} leaves some of the "
-            f"{session.world_size} ranks without a sequence; raise it, or start fewer ranks"
-        )
+    require_startable(
+        config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
+    )
     observers: list[Observer] = []
     metrics = MetricsFile(directory / METRICS)
     if session.rank == 0:
@@ -48,8 +45,42 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
             LogObserver(config.logging.every_steps, config.training.steps, config.tokens_per_step),
         ]
     trainee = build(config, session)
-    states = RunStates(config, session, str(directory / CHECKPOINTS))
-    return train(config, session, trainee, states, Observers(observers, sys.stderr.write))
+    states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
+    try:
+        return train(config, session, trainee, states, Observers(observers, sys.stderr.write))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        need = memory_need(forecast(config, session.world_size))
+        raise OutOfMemoryError(
+            f"rank {session.rank} is out of memory, where {need} by the prediction; {MEMORY_REMEDY}"
+        ) from error
+
+
+def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None) -> None:
+    """Raises what can be known to fail before a rank is started.
+
+    Args:
+        config: The run.
+        world_size: How many ranks there will be.
+        rank_bytes: What each of them may take of its device's memory, where that is known.
+    """
+    require_data(config)
+    if config.training.batch_size < world_size:
+        raise UsageError(
+            f"training.batch_size {config.training.batch_size} leaves some of the "
+            f"{world_size} ranks without a sequence; raise it, or start fewer ranks"
+        )
+    require_fit(forecast(config, world_size), rank_bytes)
+
+
+def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
+    """Returns what a rank may take: a GPU of its own, or its part of the host's memory."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
+    usable = usable_host_bytes()
+    return None if usable is None else usable // ranks_per_host
 
 
 def require_data(config: RunConfig) -> None:

@@ -29,27 +29,33 @@ class RunStates:
         config: The run.
         session: This rank among the others.
         place: Where its checkpoints are.
+        diverged: Where the state is kept that a run had before numbers were not finite.
     """
 
-    def __init__(self, config: RunConfig, session: Session, place: str) -> None:
+    def __init__(self, config: RunConfig, session: Session, place: str, diverged: str) -> None:
         self._config = config
         self._session = session
         self._place = place
         self._identity = _identity(config)
+        self._diverged = diverged
         self._checkpointer = Checkpointer(
             place, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
         )
 
     def save(self, step: int, trainee: Trainee, loader: TorchLoader) -> None:
         """Saves the state after a step; training may go on at once."""
-        self._checkpointer.save(
-            step,
-            training_state(trainee.model, trainee.optimizers),
-            identity=msgspec.to_builtins(
-                msgspec.structs.replace(self._identity, data=loader.state_dict())
-            ),
-            of_rank={"random": capture_random_state()},
-        )
+        self._save(self._checkpointer, step, trainee, loader)
+
+    def keep_diverged(self, step: int, trainee: Trainee, loader: TorchLoader) -> str:
+        """Saves the state before a step that failed, apart from the others; returns where.
+
+        Its place in the data is after the batch that failed: a run that goes on from this state
+        leaves the batch out.
+        """
+        self._checkpointer.wait()
+        with Checkpointer(self._diverged, keep=1, asynchronous=False) as checkpointer:
+            self._save(checkpointer, step, trainee, loader)
+        return self._diverged
 
     def restore(self, trainee: Trainee, loader: TorchLoader) -> int:
         """Restores the newest state that is intact; returns its step, 0 if there is none."""
@@ -70,6 +76,18 @@ class RunStates:
         """Waits until everything is written."""
         self._checkpointer.wait()
         self._checkpointer.close()
+
+    def _save(
+        self, checkpointer: Checkpointer, step: int, trainee: Trainee, loader: TorchLoader
+    ) -> None:
+        checkpointer.save(
+            step,
+            training_state(trainee.model, trainee.optimizers),
+            identity=msgspec.to_builtins(
+                msgspec.structs.replace(self._identity, data=loader.state_dict())
+            ),
+            of_rank={"random": capture_random_state()},
+        )
 
     def _load(self, source: Source, trainee: Trainee) -> None:
         saved = identity_of(source.checkpoint)

@@ -239,6 +239,7 @@ assert not torch._dynamo.utils.counters["graph_break"]
 """
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_names_and_numbers() -> None:
     subprocess.run([sys.executable, "-c", COMPILED_BLOCKS], check=True)
 

@@ -12,7 +12,7 @@ from paceline.benchmarks.attention.timer import time_passes, timer_for
 from paceline.benchmarks.harness.devices import HardwareLocation, resolve_device
 from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress
-from paceline.benchmarks.harness.memory import resident_peak_bytes
+from paceline.core.host_memory import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
 from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric

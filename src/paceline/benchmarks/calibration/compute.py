@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.benchmarks.calibration.config import AttentionShape, ComputeShapes, LinearShape
 from paceline.benchmarks.harness.measure import Stopwatch
 from paceline.core.errors import UsageError
+from paceline.core.host_memory import physical_memory_bytes
 from paceline.core.units import MIB, format_binary_bytes
 from paceline.kernels.attention.api import attention
-from paceline.records.environment import physical_memory_bytes
 
 # More than what a core keeps close.
 _WEIGHTS_BYTES = 32 * MIB

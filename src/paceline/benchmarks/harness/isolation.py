@@ -17,18 +17,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Literal, TypeVar
 
+from paceline.core.errors import is_out_of_memory
 from paceline.core.processes import deaf_to_interrupts, die_with_parent
 from paceline.core.units import format_binary_bytes
 
 Result = TypeVar("Result")
-
-_OUT_OF_MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "not enough memory",
-    "std::bad_alloc",
-    "Cannot allocate memory",
-    "out of memory",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +117,7 @@ def _child_main(
 
 def _failure(error: BaseException) -> tuple[str, None, str]:
     first_line = str(error).partition("\n")[0]
-    says_so = any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
-    if says_so or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return "out_of_memory", None, first_line or type(error).__name__
     traceback.print_exception(error, file=sys.stderr)
     return "failed", None, f"{type(error).__name__}: {first_line}"

@@ -7,21 +7,13 @@ profiler's allocation events give it, and the kernel's own count of resident pag
 beside.
 """
 
-import contextlib
-import pathlib
-import resource
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from paceline.core.units import KIB
-from paceline.records.environment import physical_memory_bytes
+from paceline.core.host_memory import usable_host_bytes
 from paceline.traces.memory.peak import peak_allocations
-
-# Left to the rest of the machine when no limit is given.
-_USABLE_FRACTION = 0.9
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -54,42 +46,9 @@ def step_peaks(
     return peaks
 
 
-def reset_resident_peak() -> None:
-    """Lets `resident_peak_bytes` start anew, where the kernel can."""
-    # Where it cannot, the peak is that of the process since its start.
-    with contextlib.suppress(OSError):
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_peak_bytes() -> int:
-    """Returns the most memory this process had resident since the last reset."""
-    if (resident := _kernel_bytes("/proc/self/status", "VmHWM:")) is not None:
-        return resident
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * KIB
-
-
 def usable_memory_bytes(device: torch.device) -> int | None:
     """Returns what one case may take on this device, or None where nobody knows."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    available = _kernel_bytes("/proc/meminfo", "MemAvailable:")
-    candidates = (available, _cgroup_limit(), physical_memory_bytes())
-    known = [value for value in candidates if value is not None]
-    return int(min(known) * _USABLE_FRACTION) if known else None
-
-
-def _kernel_bytes(path: str, name: str) -> int | None:
-    try:
-        lines = pathlib.Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * KIB for line in lines if line.startswith(name)), None)
-
-
-def _cgroup_limit() -> int | None:
-    try:
-        return int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):
-        return None  # No cgroup, or the limit is "max".
+    return usable_host_bytes()

@@ -30,14 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.accounting.memory.step import INSTANTS, MemoryParts
-from paceline.benchmarks.harness.memory import (
-    reset_resident_peak,
-    resident_peak_bytes,
-    step_peaks,
-    storage_bytes,
-)
+from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
 from paceline.benchmarks.optimizer_memory.config import OptimizerCase
 from paceline.benchmarks.strategies.step import StrategyStep
+from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.parallel.zero.optimizer import local_tensor
 

@@ -25,13 +25,9 @@ from paceline.benchmarks.harness.devices import (
 )
 from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress, Stopwatch, sample
-from paceline.benchmarks.harness.memory import (
-    reset_resident_peak,
-    resident_peak_bytes,
-    step_peaks,
-    storage_bytes,
-)
+from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
 from paceline.benchmarks.step.config import StepCase, StepSweep
+from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.kernels import resolve_implementation

@@ -7,7 +7,7 @@ fetches a shard, so that a manifest of 10^5 shards opens in milliseconds.
 """
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import blake3
 import msgspec
@@ -25,6 +25,10 @@ TokenType = Literal["uint16", "uint32"]
 
 SPLITS: tuple[SplitName, ...] = ("train", "heldout")
 
+DOCUMENT_END_DTYPE = "<u4"
+"""The type of the ends of a shard's documents."""
+_DOCUMENT_END_BYTES = 4
+
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One shard's counts and digests."""
@@ -34,6 +38,13 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Documents that end in this shard."""
     tokens_blake3: str
     documents_blake3: str
+
+
+class ShardSizes(NamedTuple):
+    """Bytes of a shard's two files."""
+
+    tokens: int
+    documents: int
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +100,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def token_bytes(self) -> int:
         """Bytes per token in a shard."""
         return 2 if self.dtype == "uint16" else 4
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of a shard's tokens with its byte order, as NumPy writes it."""
+        return f"<u{self.token_bytes}"
+
+    @property
+    def source_bytes_per_token(self) -> float:
+        """Bytes of text that a token stands for, in the mean over all splits."""
+        num_tokens = sum(split.num_tokens for split in self.splits.values())
+        return self.num_source_bytes / max(1, num_tokens)
+
+    def shard_sizes(self, entry: ShardEntry) -> ShardSizes:
+        """Returns how many bytes the two files of a shard have."""
+        return ShardSizes(
+            tokens=entry.num_tokens * self.token_bytes,
+            documents=entry.num_documents * _DOCUMENT_END_BYTES,
+        )
 
     def num_shards(self, split: SplitName) -> int:
         """Returns how many shards a split has."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from paceline.data.format.manifest import Manifest, SplitName, documents_name
+from paceline.data.format.manifest import DOCUMENT_END_DTYPE, Manifest, SplitName, documents_name
 from paceline.data.storage import Storage
 
 
@@ -33,7 +33,8 @@ def document_lengths(
     begun = num_tokens = longest = 0
     num_shards = manifest.num_shards(split)
     for shard in range(num_shards if max_shards is None else min(max_shards, num_shards)):
-        ends = np.frombuffer(storage.read(documents_name(split, shard)), "<u4").astype(np.int64)
+        content = storage.read(documents_name(split, shard))
+        ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
         # The first document of a shard may have begun in one before.
         lengths = np.diff(ends, prepend=-begun)
         begun = (begun if not ends.size else -int(ends[-1])) + manifest.shard_tokens

@@ -7,6 +7,7 @@ import numpy as np
 
 from paceline.core.finding import Finding
 from paceline.data.format.manifest import (
+    DOCUMENT_END_DTYPE,
     TOKENIZER,
     Manifest,
     ShardEntry,
@@ -50,8 +51,9 @@ def verify(
 
 def _expected_sizes(manifest: Manifest, split: SplitName) -> Iterator[tuple[str, int]]:
     for shard, entry in enumerate(manifest.splits[split].shard_entries()):
-        yield tokens_name(split, shard), entry.num_tokens * manifest.token_bytes
-        yield documents_name(split, shard), entry.num_documents * 4
+        sizes = manifest.shard_sizes(entry)
+        yield tokens_name(split, shard), sizes.tokens
+        yield documents_name(split, shard), sizes.documents
 
 
 def _wrong_sizes(
@@ -74,13 +76,13 @@ def _verify_shard(
     if blake3.blake3(content).hexdigest() != entry.documents_blake3:
         yield _finding("digest", storage, documents, "has other bytes than when it was made")
         return
-    ends = np.frombuffer(content, "<u4").astype(np.int64)
+    ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
     if np.any(np.diff(ends, prepend=0) < 1) or np.any(ends > entry.num_tokens):
         yield _finding("documents", storage, documents, "has documents that end before they begin")
         return
     digest = blake3.blake3()
     largest, num_open = -1, 0
-    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    dtype = np.dtype(manifest.stored_dtype)
     for start, content in _parts(storage, tokens, entry.num_tokens, dtype.itemsize):
         digest.update(content)
         part = np.frombuffer(content, dtype)

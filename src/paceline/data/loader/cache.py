@@ -27,8 +27,6 @@ _NUM_LOCKS = 64
 _CHECKS = 2
 """Times that a shard is fetched before its digest counts as wrong."""
 _FETCHES_AT_ONCE = 2
-_END_BYTES = 4
-"""Bytes of the end of a document in a shard's list of them."""
 _ABANDONED_S = 3600.0
 """Age at which an unfinished file must be that of a killed process."""
 
@@ -57,7 +55,7 @@ class ShardCache:
         self._root = pathlib.Path(directory)
         self._files = LocalStorage(self._root / manifest.fingerprint[:32])
         self._most_bytes = most_bytes
-        self._token_bytes = manifest.token_bytes
+        self._manifest = manifest
         self._entries = manifest.splits[split].shard_entries()
         self._root.mkdir(parents=True, exist_ok=True)
         self._fetch_ahead: FetchAhead | None = None
@@ -119,9 +117,10 @@ class ShardCache:
         """Returns the digest and the size that a file must have."""
         path = pathlib.PurePosixPath(name)
         entry = self._entries[int(path.stem)]
+        sizes = self._manifest.shard_sizes(entry)
         if path.suffix == ".tokens":
-            return entry.tokens_blake3, entry.num_tokens * self._token_bytes
-        return entry.documents_blake3, entry.num_documents * _END_BYTES
+            return entry.tokens_blake3, sizes.tokens
+        return entry.documents_blake3, sizes.documents
 
     def _is_there(self, name: str) -> bool:
         try:

@@ -7,7 +7,6 @@ whatever the size of the dataset.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -115,12 +114,7 @@ class TokenLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end_batches(self) -> None:

@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.format.manifest import Manifest, SplitName, documents_name, tokens_name
+from paceline.data.format.manifest import (
+    DOCUMENT_END_DTYPE,
+    Manifest,
+    SplitName,
+    documents_name,
+    tokens_name,
+)
 from paceline.data.loader.shard_files import ShardFiles, TokenArray
 from paceline.data.sampling.permutation import IndexArray
 
@@ -49,7 +55,7 @@ class SplitSamples:
                 f"{context_length + 1:,}; take a shorter context or more text"
             )
         self.context_length = context_length
-        self._dtype = manifest.dtype
+        self._dtype = manifest.stored_dtype
         self._shard_tokens = manifest.shard_tokens
         self._split: SplitName = split
         self._files = files
@@ -82,7 +88,7 @@ class SplitSamples:
             last = first + self.context_length - 1
             for shard in range(first // self._shard_tokens, (last - 1) // self._shard_tokens + 1):
                 shard_start = shard * self._shard_tokens
-                ends = self._files.array(documents_name(self._split, shard), "uint32")
+                ends = self._files.array(documents_name(self._split, shard), DOCUMENT_END_DTYPE)
                 # As uint32: searching for a wider integer would copy the whole file to that type.
                 low = np.uint32(max(first - shard_start, 0))
                 high = np.uint32(min(last - shard_start, self._shard_tokens))

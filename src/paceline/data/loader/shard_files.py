@@ -47,7 +47,7 @@ class ShardFiles:
             self._mapped.popitem(last=False)  # Unmapped when its last reader is done with it.
         try:
             with self._open_file(name) as file:
-                mapped = _map(file, np.dtype(dtype).newbyteorder("<"), num_items)
+                mapped = _map(file, np.dtype(dtype), num_items)
         except OSError as error:
             raise DataError(
                 f"{error.filename or name}: {error.strerror}; the dataset is incomplete: "

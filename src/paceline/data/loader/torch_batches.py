@@ -5,7 +5,6 @@ allocator of pinned memory gives none out again before the copies that were queu
 """
 
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -89,12 +88,7 @@ class TorchLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -11,7 +11,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.format.manifest import SPLITS, ShardEntry, SplitName, documents_name, tokens_name
+from paceline.data.format.manifest import (
+    DOCUMENT_END_DTYPE,
+    SPLITS,
+    ShardEntry,
+    SplitName,
+    documents_name,
+    tokens_name,
+)
 from paceline.data.prepare.blocks import is_heldout
 from paceline.data.prepare.duplicates import kept_rows
 from paceline.data.prepare.job import Job, plan_name
@@ -82,7 +89,7 @@ def write_shard(task: ShardTask) -> ShardEntry:
         shard_ends.append(ends[(ends > 0) & (ends <= task.num_tokens)])
         at += len(tokens)
         block += 1
-    documents = np.concatenate(shard_ends).astype("<u4").tobytes()
+    documents = np.concatenate(shard_ends).astype(DOCUMENT_END_DTYPE).tobytes()
     content = shard_tokens.view(np.uint8).data
     storage.write(tokens_name(task.split, task.shard), content)
     storage.write(documents_name(task.split, task.shard), documents)

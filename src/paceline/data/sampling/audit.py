@@ -10,16 +10,15 @@ was restarted are checked alike.
 import dataclasses
 import itertools
 import os
-import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import blake3
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import DataError
 from paceline.data.sampling.permutation import IndexArray
+from paceline.records.row_file import RowFile
 
 _PLACE_WORDS = 4
 """Words of 32 bits for position and source."""
@@ -42,6 +41,19 @@ def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray
     return int(np.frombuffer(b"".join(hashes), dtype="<u8").sum(dtype=np.uint64))
 
 
+def split_digest(digest: int) -> list[float]:
+    """Returns a digest as numbers of 16 bits, which add up exactly over ranks in float64.
+
+    So that digests travel with the loss of a step, in the same message.
+    """
+    return [float(digest >> shift & 0xFFFF) for shift in range(0, 64, 16)]
+
+
+def join_digest(sums: Sequence[float]) -> int:
+    """Returns the digest whose parts, added up over ranks, are `sums`."""
+    return sum(int(part) << 16 * number for number, part in enumerate(sums)) % 2**64
+
+
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One range of the stream that was trained on."""
 
@@ -62,35 +74,21 @@ def audit_row(step: int, first_sample: int, num_samples: int, digest: int) -> Au
     )
 
 
-class AuditTrail:
-    """Appends rows to a file, one per writer: ranks that write have a file each.
+class AuditTrail(RowFile[AuditRow]):
+    """What one writer trained on; ranks that write have a file each.
 
     Args:
-        path: The file, which is made with its first row.
+        path: The file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = pathlib.Path(path)
-
-    def append(self, row: AuditRow) -> None:
-        """Appends a row, in one write."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(row) + b"\n")
+        super().__init__(path, AuditRow, "a row of an audit trail")
 
 
 def read_audit(paths: Iterable[str | os.PathLike[str]]) -> Iterator[AuditRow]:
-    """Yields the rows of files; a damaged line is an error that names file and line."""
-    for path in map(pathlib.Path, paths):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield msgspec.json.decode(line, type=AuditRow)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise DataError(
-                        f"{path}:{number}: not a row of an audit trail: {error}; a run that was "
-                        "killed may leave half a last line: delete it"
-                    ) from error
+    """Yields the rows of several files."""
+    for path in paths:
+        yield from AuditTrail(path).read()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

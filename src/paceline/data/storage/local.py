@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-from paceline.core.errors import DataError
+from paceline.core.errors import DataError, TruncatedError
 
 _UNFINISHED = ".unfinished-"
 
@@ -41,7 +41,7 @@ class LocalStorage:
             file.seek(start)
             content = file.read(end - start)
         if len(content) < end - start:
-            raise DataError(
+            raise TruncatedError(
                 f"{self.path(name)} ends at byte {start + len(content)}, before byte {end}; it is "
                 "truncated: prepare the dataset again"
             )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import DataError, TruncatedError, UsageError
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -47,7 +47,7 @@ class S3Storage:
             name, lambda: bytes(obstore.get_range(self._store(), name, start=start, end=end))
         )
         if len(content) < end - start:
-            raise DataError(
+            raise TruncatedError(
                 f"{self.url}/{name} ends at byte {start + len(content)}, before byte {end}; it is "
                 "truncated: prepare the dataset again"
             )

@@ -8,7 +8,6 @@ from paceline.reports.tables.table import Table
 def splits_table(manifest: Manifest, place: str) -> Table:
     """Returns a row per split: shards, documents, tokens, bytes."""
     vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
-    per_token = manifest.num_source_bytes / max(1, _num_tokens(manifest))
     return Table(
         headers=("split", "shards", "documents", "tokens", "size"),
         rows=tuple(
@@ -22,8 +21,9 @@ def splits_table(manifest: Manifest, place: str) -> Table:
             for name, split in manifest.splits.items()
         ),
         caption=(
-            f"{place}: {len(manifest.sources):,} files, {vocabulary}, {per_token:.2f} bytes per "
-            f"token, {format_count(manifest.shard_tokens)} tokens per shard"
+            f"{place}: {len(manifest.sources):,} files, {vocabulary}, "
+            f"{manifest.source_bytes_per_token:.2f} bytes per token, "
+            f"{format_count(manifest.shard_tokens)} tokens per shard"
         ),
     )
 
@@ -43,7 +43,3 @@ def dropped_table(manifest: Manifest) -> Table:
         ),
         caption="Documents that were left out",
     )
-
-
-def _num_tokens(manifest: Manifest) -> int:
-    return sum(split.num_tokens for split in manifest.splits.values())

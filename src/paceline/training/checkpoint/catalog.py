@@ -4,7 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.data.storage import Storage
-from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_read
+from paceline.training.checkpoint.errors import (
+    REMEDY,
+    CheckpointError,
+    DamagedCheckpointError,
+    cannot_read,
+)
 from paceline.training.checkpoint.format.blocks import wrong_sizes
 from paceline.training.checkpoint.format.manifest import MANIFEST, Manifest, decode_manifest
 from paceline.training.checkpoint.places import Place
@@ -27,26 +32,25 @@ def open_checkpoint(place: Place, step: int) -> Checkpoint:
         step: One that was published.
     """
     storage = place.storage(step)
+    manifest = read_manifest(storage, step)
+    for wrong in wrong_sizes(storage, manifest).values():
+        raise DamagedCheckpointError(f"{wrong}; {REMEDY}")
+    return Checkpoint(step=step, storage=storage, manifest=manifest)
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """Returns the manifest of a step, if it is there and intact."""
     where = f"{storage.url}/{MANIFEST}"
     try:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{where} is missing; load an older checkpoint, or bring the file back from a copy"
-        ) from None
+        raise DamagedCheckpointError(f"{where} is missing; {REMEDY}") from None
     except OSError as error:
         raise cannot_read(where, error) from error
     manifest = decode_manifest(content, where)
     if manifest.step != step:
-        raise DamagedCheckpointError(
-            f"{where} belongs to step {manifest.step}; load an older checkpoint, or bring the file "
-            "back from a copy"
-        )
-    for wrong in wrong_sizes(storage, manifest).values():
-        raise DamagedCheckpointError(
-            f"{wrong}; load an older checkpoint, or bring the file back from a copy"
-        )
-    return Checkpoint(step=step, storage=storage, manifest=manifest)
+        raise DamagedCheckpointError(f"{where} belongs to step {manifest.step}; {REMEDY}")
+    return manifest
 
 
 def complete_steps(place: Place) -> Iterator[int]:

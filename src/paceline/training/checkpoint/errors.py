@@ -3,10 +3,11 @@
 import errno
 import os
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import DISK_FULL, PacelineError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+REMEDY = "load an older checkpoint, or bring the file back from a copy"
+"""What helps against a file that is missing or damaged."""
 
 
 class CheckpointError(PacelineError):
@@ -19,7 +20,7 @@ class DamagedCheckpointError(CheckpointError):
 
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Returns what to raise when a file of a checkpoint cannot be written."""
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         remedy = "make room or name another place"
     elif error.errno in _FORBIDDEN:
         remedy = "name a place that can be written to"
@@ -43,7 +44,4 @@ def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError
 
 def cannot_read(path: str | os.PathLike[str], error: OSError) -> DamagedCheckpointError:
     """Returns what to raise when a file of a checkpoint cannot be read."""
-    return DamagedCheckpointError(
-        f"{os.fspath(path)}: {error.strerror or error}; load an older checkpoint, or bring the "
-        "file back from a copy"
-    )
+    return DamagedCheckpointError(f"{os.fspath(path)}: {error.strerror or error}; {REMEDY}")

@@ -8,24 +8,18 @@ import blake3
 
 from paceline.core.finding import Finding
 from paceline.data.storage import Storage
-from paceline.training.checkpoint.catalog import open_checkpoint
-from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from paceline.training.checkpoint.catalog import open_checkpoint, read_manifest
+from paceline.training.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError
 from paceline.training.checkpoint.format.blocks import (
     read_block,
     read_bytes,
     verify_header,
     wrong_sizes,
 )
-from paceline.training.checkpoint.format.manifest import (
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    decode_manifest,
-)
+from paceline.training.checkpoint.format.manifest import FileEntry, Manifest
 from paceline.training.checkpoint.places import open_place
 
 _PART_BYTES = 2**24
-_REMEDY = "load an older checkpoint, or bring the file back from a copy"
 
 Progress = Callable[[int, int], None]
 """Told the bytes that were read, and all there are."""
@@ -92,18 +86,13 @@ def verify_checkpoint(
         )
     storage = place.storage(step)
     try:
-        manifest = decode_manifest(storage.read(MANIFEST), f"{storage.url}/{MANIFEST}")
-    except FileNotFoundError:
-        yield _finding("missing", f"{storage.url}/{MANIFEST} is missing")
-        return
+        manifest = read_manifest(storage, step)
     except DamagedCheckpointError as error:
         yield Finding(name="manifest", message=str(error))
         return
-    if manifest.step != step:
-        yield _finding("manifest", f"{storage.url}/{MANIFEST} belongs to step {manifest.step}")
-        return
     wrong = wrong_sizes(storage, manifest)
-    yield from (_finding("size", message) for message in wrong.values())
+    for message in wrong.values():
+        yield Finding(name="size", message=message, remedy=REMEDY)
     done = 0
     for number, file in enumerate(manifest.files):
         if file.name not in wrong:
@@ -141,7 +130,3 @@ def _digest(storage: Storage, file: FileEntry) -> str:
         end = min(start + _PART_BYTES, file.num_bytes)
         digest.update(read_bytes(storage, file.name, start, end))
     return digest.hexdigest()
-
-
-def _finding(kind: str, message: str) -> Finding:
-    return Finding(name=kind, message=message, remedy=_REMEDY)

@@ -19,7 +19,7 @@ from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.state.identity import RunIdentity
 from paceline.training.checkpoint.state.training import MODEL
 from paceline.training.config import DataConfig, ModelConfig, RunConfig
-from paceline.training.run import CHECKPOINTS
+from paceline.training.run_files import CHECKPOINTS
 
 _DEFAULT_CONTEXT = 256
 

@@ -16,7 +16,7 @@ from paceline.training.checkpoint.restore import Source
 from paceline.training.checkpoint.state.identity import RunIdentity, identity_of
 from paceline.training.checkpoint.state.training import MODEL
 from paceline.training.checkpoint.torch_storage.dtypes import dtype_of
-from paceline.training.run import CHECKPOINTS
+from paceline.training.run_files import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

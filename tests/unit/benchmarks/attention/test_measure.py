@@ -105,7 +105,7 @@ def slopes(lengths: Sequence[int], values: Sequence[float]) -> list[float]:
     return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in points]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_tiles_take_memory_in_proportion_to_the_tokens(dtype: str) -> None:
     saved, measured, expected = [], [], []
     for length in LENGTHS:

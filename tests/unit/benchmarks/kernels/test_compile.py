@@ -37,6 +37,7 @@ def assert_sound(record: Record) -> None:
         assert metrics["worst_bytes"] > metrics["best_bytes"]
 
 
+@pytest.mark.slow
 def test_default_configurations_neither_spill_nor_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     num_done = 0

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import DataError
+from paceline.core.errors import RecordError
 from paceline.data.sampling.audit import (
     AuditRow,
     AuditTrail,
     audit_row,
     check_audit,
+    join_digest,
     read_audit,
     samples_digest,
+    split_digest,
 )
 
 ROWS = np.arange(60).reshape(20, 3)
@@ -97,6 +99,30 @@ def test_a_run_may_begin_later() -> None:
 def test_a_damaged_line_is_named(tmp_path: pathlib.Path) -> None:
     AuditTrail(tmp_path / "audit.jsonl").append(make_row(0, 0, 4))
     with (tmp_path / "audit.jsonl").open("a") as file:
-        file.write('{"step": 1, "fir')
-    with pytest.raises(DataError, match=r"audit.jsonl:2: not a row"):
+        file.write('{"step": 1, "fir\n')
+    with pytest.raises(RecordError, match=r"audit.jsonl:2: not a row"):
         list(read_audit([tmp_path / "audit.jsonl"]))
+
+
+def test_half_a_last_line_does_not_count(tmp_path: pathlib.Path) -> None:
+    trail = AuditTrail(tmp_path / "audit.jsonl")
+    trail.append(make_row(0, 0, 4))
+    with trail.path.open("a") as file:
+        file.write('{"step": 1, "fir')
+    assert [row.step for row in trail.read()] == [0]
+
+
+def test_a_run_that_goes_on_forgets_later_rows(tmp_path: pathlib.Path) -> None:
+    trail = AuditTrail(tmp_path / "audit.jsonl")
+    trail.keep_up_to(1)
+    for step in range(4):
+        trail.append(make_row(step, step * 4, 4))
+    trail.keep_up_to(1)
+    assert [row.step for row in trail.read()] == [0, 1]
+    assert list(tmp_path.iterdir()) == [trail.path]
+
+
+@given(digests=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
+def test_digests_add_up_in_a_message_of_floats(digests: list[int]) -> None:
+    sums = np.sum([split_digest(digest) for digest in digests], axis=0)
+    assert join_digest(sums.tolist()) == sum(digests) % 2**64

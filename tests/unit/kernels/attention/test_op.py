@@ -69,8 +69,17 @@ def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
-@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(
+    ("backend", "align"),
+    [
+        ("sdpa", "top_left"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product([*BACKENDS, "triton"], ["top_left", "bottom_right"])
+            if case != ("sdpa", "top_left")
+        ),
+    ],
+)
 def test_a_compiled_graph_is_whole_and_takes_any_length(
     backend: AttentionBackend, align: Literal["top_left", "bottom_right"]
 ) -> None:

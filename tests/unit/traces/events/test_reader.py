@@ -118,13 +118,14 @@ def test_a_missing_file_is_an_error(tmp_path: pathlib.Path) -> None:
         analyse_trace(tmp_path / "missing.json")
 
 
-def test_ten_thousand_damaged_files_are_read_or_refused(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("number", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_files_are_read_or_refused(tmp_path: pathlib.Path, number: int) -> None:
     whole = write_trace(tmp_path / "trace.json", _SPANS, rank_name(0, 3)).read_bytes()
     random_numbers = random.Random(0)
     path = tmp_path / "damaged.json"
     outcomes = {"read": 0, "refused": 0}
     slowest = 0.0
-    for _ in range(10_000):
+    for _ in range(number):
         path.write_bytes(_damaged(whole, random_numbers))
         began = time.monotonic()
         try:
@@ -136,7 +137,7 @@ def test_ten_thousand_damaged_files_are_read_or_refused(tmp_path: pathlib.Path) 
             ] += 1
         slowest = max(slowest, time.monotonic() - began)
     assert slowest < 2
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > number // 100
 
 
 _PIECES = (

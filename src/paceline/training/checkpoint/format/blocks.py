@@ -2,13 +2,11 @@
 
 import blake3
 
-from paceline.core.errors import DataError
+from paceline.core.errors import TruncatedError
 from paceline.data.storage import Storage
-from paceline.training.checkpoint.errors import DamagedCheckpointError, cannot_read
+from paceline.training.checkpoint.errors import REMEDY, DamagedCheckpointError, cannot_read
 from paceline.training.checkpoint.format.manifest import ChunkEntry, Manifest, num_elements
 from paceline.training.checkpoint.format.shard_file import ITEM_BYTES
-
-_REMEDY = "load an older checkpoint, or bring the file back from a copy"
 
 
 def read_chunk(
@@ -41,7 +39,7 @@ def read_block(
     if blake3.blake3(content).hexdigest() != chunk.blake3[block]:
         raise DamagedCheckpointError(
             f"{storage.url}/{file.name}: tensor {name!r}, saved by rank {file.rank}, has other "
-            f"bytes than when it was saved, between {start} and {end}; {_REMEDY}"
+            f"bytes than when it was saved, between {start} and {end}; {REMEDY}"
         )
     return content
 
@@ -53,7 +51,7 @@ def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> Non
     if blake3.blake3(header).hexdigest() != file.header_blake3:
         raise DamagedCheckpointError(
             f"{storage.url}/{file.name}: the header, saved by rank {file.rank}, has other bytes "
-            f"than when it was saved; {_REMEDY}"
+            f"than when it was saved; {REMEDY}"
         )
 
 
@@ -77,9 +75,7 @@ def read_bytes(storage: Storage, name: str, start: int, end: int) -> bytes:
         return storage.read_range(name, start, end)
     except OSError as error:
         raise cannot_read(f"{storage.url}/{name}", error) from error
-    except DataError as error:
-        if "truncated" not in str(error):
-            raise
+    except TruncatedError as error:
         raise DamagedCheckpointError(
-            f"{storage.url}/{name}: is truncated before byte {end:,}; {_REMEDY}"
+            f"{storage.url}/{name}: is truncated before byte {end:,}; {REMEDY}"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import blake3
 import msgspec
 
-from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from paceline.training.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -105,8 +105,7 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
         body = bytes(msgspec.json.decode(content, type=_Envelope).manifest)
         if _seal(body) != content:
             raise DamagedCheckpointError(
-                f"{where}: has other bytes than when it was saved; load an older checkpoint, or "
-                "bring the file back from a copy"
+                f"{where}: has other bytes than when it was saved; {REMEDY}"
             )
         schema = msgspec.json.decode(body).get("schema")
         if schema != SCHEMA:
@@ -117,8 +116,7 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"{where}: not the manifest of a checkpoint: {error}; load an older checkpoint, or "
-            "bring the file back from a copy"
+            f"{where}: not the manifest of a checkpoint: {error}; {REMEDY}"
         ) from error
 
 

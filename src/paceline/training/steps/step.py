@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from paceline.data.sampling.audit import join_digest, split_digest
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
-from paceline.training.micro_batches import micro_batches
+from paceline.training.steps.micro_batches import micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class StepResult:
     """Of the averaged gradients, before clipping."""
     stop: bool
     """Whether any rank was asked to stop."""
+    digest: int
+    """Of the sequences of all ranks."""
 
     @property
     def is_finite(self) -> bool:
@@ -68,22 +71,28 @@ class TrainingStep:
         # torch's DDP learns its static graph in its first pass, which has to be averaged.
         self._has_learned = not isinstance(model, DistributedDataParallel)
 
-    def run(self, tokens: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
+    def run(
+        self, tokens: Tensor, targets: Tensor, *, stop: bool = False, digest: int = 0
+    ) -> StepResult:
         """Trains on this rank's sequences of a global batch.
 
         Args:
             tokens: What the model reads.
             targets: The token that follows each.
             stop: Whether this rank was asked to stop; all ranks learn of it with the loss.
+            digest: Of this rank's sequences.
         """
-        loss = self._forward_and_backward(tokens, targets)
+        loss = self.forward_and_backward(tokens, targets)
         # torch takes an infinite norm for "measure, do not clip".
         norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
-        sums = torch.stack([loss, loss.new_tensor(float(stop))])
+        host = torch.tensor([float(stop), *split_digest(digest)], dtype=torch.float64)
+        sums = torch.cat([loss.double().view(1), host.to(loss.device)])
         dist.all_reduce(sums)
         # The only look at the device in a step.
-        total, num_stops, gradient_norm = torch.cat([sums, norm.to(loss).view(1)]).tolist()
-        result = StepResult(loss=total, gradient_norm=gradient_norm, stop=num_stops > 0)
+        total, num_stops, *parts, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
+        result = StepResult(
+            loss=total, gradient_norm=gradient_norm, stop=num_stops > 0, digest=join_digest(parts)
+        )
         if result.is_finite:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -91,7 +100,7 @@ class TrainingStep:
             optimizer.zero_grad()
         return result
 
-    def _forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Leaves averaged gradients; returns this rank's part of the batch's mean loss."""
         world_size = dist.get_world_size()
         batch_tokens = self._config.batch_size * tokens.shape[1]

@@ -1,0 +1,143 @@
+"""How far a run that goes on elsewhere departs from one that was never moved.
+
+A run of 100 steps is never interrupted. Others go on from its checkpoint after step 50, on another
+number of ranks or under another strategy. Appends one record per move to a store: the largest
+relative difference of the 50 losses that follow.
+
+    python scripts/train_continue.py results/train-continue.jsonl
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.harness.devices import describe_hardware
+from paceline.benchmarks.harness.records import measured
+from paceline.core.strategies import StrategyName
+from paceline.data.loader.config import SourceConfig
+from paceline.data.prepare.config import PrepareConfig
+from paceline.data.prepare.run import prepare
+from paceline.parallel import RankPool, Session
+from paceline.parallel.ranks.placement import local_placement
+from paceline.records import RecordStore
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    StepConfig,
+)
+from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.run import run
+
+STEPS, MOVED_AFTER = 100, 50
+Layout = tuple[int, StrategyName]
+MOVES: tuple[tuple[Layout, Layout], ...] = (
+    ((2, "bucketed"), (1, "bucketed")),
+    ((2, "bucketed"), (4, "bucketed")),
+    ((4, "bucketed"), (3, "bucketed")),
+    ((4, "fully_sharded"), (3, "fully_sharded")),
+    ((2, "bucketed"), (2, "sharded")),
+    ((2, "sharded"), (2, "fully_sharded")),
+    ((2, "fully_sharded"), (2, "torch_fsdp2")),
+    ((2, "torch_fsdp2"), (2, "bucketed")),
+)
+
+
+def train(rank: int, world_size: int, config: RunConfig) -> None:
+    """Trains on this rank."""
+    placement = local_placement("spawn", rank, world_size)
+    run(config, Session(placement=placement, device=torch.device("cpu"), backend="gloo"))
+    dist.barrier()
+
+
+def losses(config: RunConfig) -> list[float]:
+    """Returns the losses of a run's steps."""
+    rows = MetricsFile(f"{config.out}/metrics.jsonl").read()
+    return [row.loss for row in rows if isinstance(row, StepRow)]
+
+
+class Runs:
+    """The runs that were never moved, each made once."""
+
+    def __init__(self, place: pathlib.Path, config: RunConfig) -> None:
+        self._place = place
+        self._config = config
+
+    def config(self, name: str, layout: Layout) -> RunConfig:
+        """Returns a run under a strategy."""
+        return dataclasses.replace(
+            self._config, out=str(self._place / name), parallel=ParallelConfig(strategy=layout[1])
+        )
+
+    def never_moved(self, layout: Layout) -> RunConfig:
+        """Trains to the end, unless that was done."""
+        config = self.config(f"{layout[1]}-{layout[0]}", layout)
+        if not pathlib.Path(config.out).exists():
+            _train_on(layout[0], config)
+        return config
+
+    def moved(self, source: RunConfig, before: Layout, after: Layout) -> RunConfig:
+        """Trains the second half in another layout."""
+        config = self.config(f"{before[1]}-{before[0]}-to-{after[1]}-{after[0]}", after)
+        step = f"checkpoints/step-{MOVED_AFTER:08d}"
+        shutil.copytree(f"{source.out}/{step}", f"{config.out}/{step}")
+        _train_on(after[0], config)
+        return config
+
+
+def _train_on(num_ranks: int, config: RunConfig) -> None:
+    with RankPool(num_ranks, timeout_s=600) as pool:
+        pool.run(train, config)
+
+
+def main() -> int:
+    """Trains, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = pathlib.Path(directory)
+        text = "".join(f"{number} bottles of water on the wall.\n" for number in range(20_000))
+        (place / "text.txt").write_text(text)
+        tokens = str(place / "tokens")
+        prepare(PrepareConfig(sources=(str(place / "text.txt"),), tokenizer="bytes", out=tokens))
+        config = RunConfig(
+            out="",
+            model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=2),
+            data=DataConfig(sources=(SourceConfig(place=tokens),), context_length=64),
+            training=StepConfig(steps=STEPS, batch_size=12, micro_batch_size=2),
+            checkpoint=CheckpointConfig(every_steps=MOVED_AFTER),
+            evaluation=EvaluationConfig(sequences=0),
+        )
+        runs = Runs(place, config)
+        for before, after in MOVES:
+            source = runs.never_moved(before)
+            moved = losses(runs.moved(source, before, after))
+            expected = losses(source)[MOVED_AFTER:]
+            worst = max(abs(a - b) / b for a, b in zip(moved, expected, strict=True))
+            record = measured(
+                "comparison",
+                {
+                    "subject": f"{after[0]} ranks, {after[1]}",
+                    "baseline": f"{before[0]} ranks, {before[1]}",
+                    "operation": f"{STEPS - MOVED_AFTER} steps after a move",
+                    **describe_hardware(torch.device("cpu")).as_case(),
+                },
+                {"loss_difference": worst},
+            )
+            RecordStore(arguments.store).append(record)
+            print(f"{before} -> {after}: {worst:.1e}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

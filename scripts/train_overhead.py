@@ -1,0 +1,258 @@
+"""What the trainer costs beside a bare loop: its step, and its start.
+
+Steps: two ranks train the same model twice, once through `paceline.training.loop.train` and once in
+a loop as one would write it by hand, with the same strategy, optimizer, batches and clipping. The
+two take turns, step by step. The trainer's time is all that lies between two of its steps: the
+data, the rows of metrics, the agreement of the ranks.
+
+Start: the time from starting a process to the end of its first step, for `paceline train` and for a
+bare script, in turn.
+
+    python scripts/train_overhead.py results/train-overhead.jsonl
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from paceline.benchmarks.harness.devices import describe_hardware
+from paceline.benchmarks.harness.measure import ratio_metric
+from paceline.benchmarks.harness.records import measured
+from paceline.data.loader.config import SourceConfig
+from paceline.data.loader.torch_batches import TorchLoader
+from paceline.data.prepare.config import PrepareConfig
+from paceline.data.prepare.run import prepare
+from paceline.models import TransformerLM, next_token_loss
+from paceline.parallel import Session, run_ranks
+from paceline.parallel.ranks.placement import local_placement
+from paceline.parallel.strategies import apply_strategy, clip_grad_norm, make_optimizer
+from paceline.records import RecordStore
+from paceline.training.build import build
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    StepConfig,
+)
+from paceline.training.loop import train
+from paceline.training.metrics.observers import FileObserver
+from paceline.training.metrics.rows import MetricsFile, MetricsRow, StepRow
+from paceline.training.run_state import RunStates
+from paceline.training.toml_config import encode_config
+
+WARMUP = 3
+BARE = """
+import pathlib, sys
+import numpy as np
+import torch
+from paceline.models import TransformerLM, next_token_loss
+from paceline.training.toml_config import read_config
+
+config = read_config(pathlib.Path(sys.argv[1]))
+tokens = torch.from_numpy(np.fromfile(sys.argv[2], "<u2").astype(np.int64))
+model = TransformerLM(config.model.shape)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+length = config.data.context_length
+starts = torch.randint(len(tokens) - length, (config.training.batch_size, 1))
+batch = tokens[starts + torch.arange(length + 1)]
+next_token_loss(model(batch[:, :-1]), batch[:, 1:]).backward()
+optimizer.step()
+print("done", flush=True)
+"""
+
+
+def make_config(place: pathlib.Path, arguments: argparse.Namespace) -> RunConfig:
+    """Returns the run, which neither evaluates nor saves before its end."""
+    return RunConfig(
+        out=str(place / "run"),
+        model=ModelConfig(preset=arguments.model),
+        data=DataConfig(
+            sources=(SourceConfig(place=str(place / "tokens")),), context_length=arguments.context
+        ),
+        training=StepConfig(
+            steps=arguments.rounds + WARMUP,
+            batch_size=2 * arguments.batch,
+            micro_batch_size=arguments.batch,
+        ),
+        schedule=ScheduleConfig(name="constant", warmup_steps=0),
+        parallel=ParallelConfig(strategy=arguments.strategy),
+        checkpoint=CheckpointConfig(every_steps=10**6),
+        evaluation=EvaluationConfig(sequences=0),
+    )
+
+
+class BareLoop:
+    """The loop as one writes it by hand."""
+
+    def __init__(self, config: RunConfig, session: Session) -> None:
+        torch.manual_seed(config.training.seed)
+        self._strategy = config.parallel.strategy
+        self._model = apply_strategy(
+            self._strategy,
+            TransformerLM(config.model.shape),
+            config.parallel.bucket_size_for(self._strategy),
+        )
+        self._optimizer = make_optimizer(
+            self._strategy,
+            self._model,
+            AdamW,
+            lr=config.optimizer.learning_rate,
+            betas=(config.optimizer.beta1, config.optimizer.beta2),
+            weight_decay=config.optimizer.weight_decay,
+            fused=True,
+        )
+        with TorchLoader(
+            config.loader(), rank=session.rank, world_size=session.world_size
+        ) as loader:
+            self._batches = [next(loader) for _ in range(4)]
+        self._number = 0
+
+    def step(self) -> float:
+        """Returns the seconds of a step."""
+        started = time.perf_counter()
+        batch = self._batches[self._number % len(self._batches)]
+        self._number += 1
+        loss = next_token_loss(self._model(batch.tokens), batch.targets)
+        loss.backward()
+        clip_grad_norm(self._model, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        loss.item()
+        return time.perf_counter() - started
+
+
+class TakeTurns:
+    """Runs a bare step after each of the trainer's, and keeps the seconds of both."""
+
+    def __init__(self, bare: BareLoop, metrics: FileObserver | None) -> None:
+        self._bare = bare
+        self._metrics = metrics
+        self.trainer_s: list[float] = []
+        self.bare_s: list[float] = []
+        self._began = time.perf_counter()
+
+    def note(self, row: MetricsRow) -> None:
+        """Is told of the trainer's rows."""
+        if self._metrics is not None:
+            self._metrics.note(row)
+        if isinstance(row, StepRow):
+            self.trainer_s.append(time.perf_counter() - self._began)
+            dist.barrier()
+            self.bare_s.append(self._bare.step())
+            dist.barrier()
+        self._began = time.perf_counter()
+
+
+def run_both(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
+    """Returns the seconds of the trainer's steps and of the bare ones."""
+    placement = local_placement("spawn", rank, world_size)
+    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
+    metrics = FileObserver(MetricsFile(f"{config.out}/metrics.jsonl")) if rank == 0 else None
+    turns = TakeTurns(BareLoop(config, session), metrics)
+    states = RunStates(config, session, f"{config.out}/checkpoints", f"{config.out}/diverged")
+    train(config, session, build(config, session), states, turns)
+    return turns.trainer_s[WARMUP:], turns.bare_s[WARMUP:]
+
+
+def starts(place: pathlib.Path, config: RunConfig, rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds to the end of the first step, of the trainer and of a bare script."""
+    toml = place / "run.toml"
+    short = dataclasses.replace(
+        config,
+        out=str(place / "started"),
+        training=dataclasses.replace(config.training, steps=10_000),
+        logging=dataclasses.replace(config.logging, every_steps=1),
+    )
+    toml.write_text(encode_config(short), encoding="utf-8")
+    script = place / "bare.py"
+    script.write_text(BARE)
+    tokens = str(place / "tokens" / "train" / "00000000.tokens")
+    trainer, bare = [], []
+    for _ in range(rounds):
+        trainer.append(
+            _seconds_until([sys.executable, "-m", "paceline", "train", str(toml)], "step 1 ")
+        )
+        bare.append(_seconds_until([sys.executable, str(script), str(toml), tokens], "done"))
+    return trainer, bare
+
+
+def _seconds_until(command: Sequence[str], beginning: str) -> float:
+    started = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(beginning):
+                seconds = time.perf_counter() - started
+                process.kill()
+                return seconds
+    raise RuntimeError(f"{' '.join(command)} ended before its first step")
+
+
+def main() -> int:
+    """Measures, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--model", default="bytes-34M")
+    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=7)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = pathlib.Path(directory)
+        text = "".join(f"{number} bottles of water on the wall.\n" for number in range(20_000))
+        (place / "text.txt").write_text(text)
+        prepare(
+            PrepareConfig(
+                sources=(str(place / "text.txt"),), tokenizer="bytes", out=str(place / "tokens")
+            )
+        )
+        config = make_config(place, arguments)
+        steps = run_ranks(run_both, 2, config, timeout_s=3600)[0]
+        first = starts(place, config, arguments.starts)
+    for operation, (trainer, bare), ranks in (("step", steps, 2), ("start", first, 1)):
+        ratio = ratio_metric(trainer, bare)
+        record = measured(
+            "comparison",
+            {
+                "subject": "paceline train",
+                "baseline": "bare loop",
+                "operation": operation,
+                "model": arguments.model,
+                "strategy": arguments.strategy if ranks > 1 else "none",
+                "batch": arguments.batch,
+                "context": arguments.context,
+                "world_size": ranks,
+                **describe_hardware(torch.device("cpu")).as_case(),
+                "rounds": len(trainer),
+            },
+            {"time_ratio": ratio, "time_s": trainer, "baseline_time_s": bare},
+        )
+        RecordStore(arguments.store).append(record)
+        print(
+            f"{operation}: {statistics.median(trainer):.3f} s, bare {statistics.median(bare):.3f} "
+            f"s, ratio {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Whether a run has trained on every sample of its stream exactly once, as its metrics say."""
+
+import pathlib
+from collections.abc import Iterator
+
+from paceline.data.loader.batches import BatchReader
+from paceline.data.sampling.audit import AuditFinding, AuditRow, check_audit
+from paceline.training.config import RunConfig
+from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.run_files import CONFIG, METRICS
+from paceline.training.toml_config import read_config
+
+
+def audit_run(directory: pathlib.Path) -> tuple[int, list[AuditFinding]]:
+    """Reads again what a run has trained on; returns how many steps, and what is wrong.
+
+    Args:
+        directory: The run, whose datasets are where its config says.
+    """
+    config = read_config(directory / CONFIG)
+    rows = list(_rows(directory, config))
+    reader = BatchReader(config.loader())
+    try:
+        return len(rows), check_audit(rows, reader.digest)
+    finally:
+        reader.close()
+
+
+def _rows(directory: pathlib.Path, config: RunConfig) -> Iterator[AuditRow]:
+    for row in MetricsFile(directory / METRICS).read():
+        if isinstance(row, StepRow):
+            yield AuditRow(
+                step=row.step,
+                first_sample=row.first_sample,
+                num_samples=config.training.batch_size,
+                digest=row.data_digest,
+            )

@@ -1,0 +1,1 @@
+"""One training step: its micro-batches, its update, its learning rate."""
