@@ -220,6 +220,11 @@ class EvaluationConfig:
         _require_positive("evaluation", self, "every_steps", "sample_tokens")
         if self.sequences < 0:
             raise UsageError(f"evaluation.sequences {self.sequences} must not be negative")
+        if self.sample_prompt is not None and not self.sequences:
+            raise UsageError(
+                "evaluation.sample_prompt is continued after each evaluation, and "
+                "evaluation.sequences 0 makes none; set it to 1 or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

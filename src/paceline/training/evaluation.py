@@ -1,7 +1,8 @@
-"""Loss on held-out text: the same sequences every time, shared by the ranks."""
+"""How well a model does: the loss on held-out text, and how it continues a prompt."""
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,10 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.data.format.manifest import read_manifest
+from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
+from paceline.data.tokenizer import Tokenizer
+from paceline.models.generation import generate
+from paceline.training.build import Trainee
 from paceline.training.config import RunConfig, num_passes
 from paceline.training.steps.micro_batches import micro_batches
 
@@ -29,7 +33,7 @@ class Evaluation:
 
 
 class HeldOut:
-    """The held-out sequences of a run, read once.
+    """The held-out sequences of a run, read once: the same ones every time, shared by the ranks.
 
     Args:
         config: How they are read; its batch is all of them.
@@ -79,6 +83,75 @@ class HeldOut:
         dist.all_reduce(total)
         mean = total.item() / (self._config.batch_size * self._config.context_length)
         return Evaluation(loss=mean, bits_per_byte=mean / math.log(2) / self._bytes_per_token)
+
+
+class Sampler:
+    """A prompt that the model continues, always with the likeliest token: chance has no part.
+
+    Args:
+        tokenizer: Of the run's data.
+        prompt: The text to continue.
+        num_tokens: How many tokens to make.
+        device: Where the model computes.
+        is_compiled: Whether the model's blocks are.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        num_tokens: int,
+        device: torch.device,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._is_compiled = is_compiled
+        self._num_tokens = num_tokens
+        (encoded,) = tokenizer.encode_batch([prompt])
+        tokens = [int(token) for token in encoded] or [tokenizer.end_of_document]
+        self._prompt = torch.tensor(tokens, device=device)
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device) -> "Sampler | None":
+        """Returns the prompt of a run; None if it has none."""
+        evaluation = config.evaluation
+        if evaluation.sample_prompt is None:
+            return None
+        storage = open_storage(config.data.sources[0].place)
+        tokenizer = Tokenizer(
+            storage.read(TOKENIZER).decode(), read_manifest(storage).end_of_document, storage.url
+        )
+        return cls(
+            tokenizer,
+            evaluation.sample_prompt,
+            evaluation.sample_tokens,
+            device,
+            is_compiled=config.model.compile_blocks,
+        )
+
+    def sample(
+        self, trainee: Trainee, autocast: Callable[[], contextlib.AbstractContextManager[object]]
+    ) -> str:
+        """Returns the continuation; all ranks call it, as each may hold a part of the model.
+
+        Args:
+            trainee: The model as it is trained.
+            autocast: What lowers the precision of a forward pass.
+        """
+        was_training = trainee.model.training
+        trainee.model.eval()
+        # Compiled blocks would be compiled again for every length.
+        as_written = torch.compiler.set_stance("force_eager") if self._is_compiled else None
+        with autocast(), as_written or contextlib.nullcontext():
+            made = generate(
+                trainee.module, self._prompt, self._num_tokens, temperature=0, forward=trainee.model
+            )
+            # All of them, also after the document's end: every rank makes as many passes.
+            tokens = list(made)
+        trainee.model.train(was_training)
+        end = self._tokenizer.end_of_document
+        return self._tokenizer.decode(itertools.takewhile(lambda token: token != end, tokens))
 
 
 def _bytes_per_token(config: LoaderConfig) -> float:

@@ -16,7 +16,7 @@ from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
 from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
-from paceline.training.evaluation import HeldOut
+from paceline.training.evaluation import HeldOut, Sampler
 from paceline.training.metrics.observers import Observer
 from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, StepRow
 from paceline.training.run_state import RunStates
@@ -59,6 +59,7 @@ def train(
         config.training, trainee.model, list(trainee.optimizers.values()), session.device
     )
     held_out = HeldOut.of(config, session.device)
+    sampler = Sampler.of(config, session.device)
     with (
         StopRequest() as stop,
         TorchLoader(
@@ -102,8 +103,11 @@ def train(
             is_last = step == num_steps or result.stop
             if held_out is not None and (is_last or step % config.evaluation.every_steps == 0):
                 found = held_out.evaluate(trainee.model, runner.autocast)
+                sample = None if sampler is None else sampler.sample(trainee, runner.autocast)
                 observer.note(
-                    EvaluationRow(step=step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+                    EvaluationRow(
+                        step=step, loss=found.loss, bits_per_byte=found.bits_per_byte, sample=sample
+                    )
                 )
             if is_last or step % config.checkpoint.every_steps == 0:
                 states.save(step, trainee, loader)

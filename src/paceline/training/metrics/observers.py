@@ -74,6 +74,8 @@ class LogObserver:
                 f"step {row.step:,}  held-out loss {row.loss:.4f}, {row.bits_per_byte:.4f} bits "
                 "per byte\n"
             )
+            if row.sample is not None:
+                self._write(f"step {row.step:,}  sample: {row.sample!r}\n")
         else:
             self._recent.append(row)
             if row.step % self._every_steps == 0 or row.step == self._num_steps:

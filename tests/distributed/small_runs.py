@@ -1,0 +1,79 @@
+"""Runs of a small model on random tokens, for tests on ranks."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from paceline.data.format.manifest import MANIFEST, encode_manifest, read_manifest
+from paceline.data.loader.config import SourceConfig
+from paceline.data.storage import open_storage
+from paceline.data.tokenizer import byte_tokenizer_json
+from paceline.parallel import Session
+from paceline.parallel.ranks.placement import Placement
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    StepConfig,
+)
+from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.run import run
+from tests.unit.data.dataset_factory import random_documents, write_dataset
+
+
+def small_run(place: pathlib.Path) -> RunConfig:
+    """Writes tokens of bytes, training and held-out, and returns a run on them."""
+    tokens = place / "tokens"
+    tokenizer = byte_tokenizer_json().encode()
+    splits = {}
+    for split, number in (("heldout", 400), ("train", 2000)):
+        documents = random_documents(number)
+        write_dataset(tokens, documents, split=split, shard_tokens=1000, tokenizer=tokenizer)
+        splits |= read_manifest(open_storage(tokens)).splits
+    manifest = read_manifest(open_storage(tokens))
+    manifest = msgspec.structs.replace(manifest, splits=splits)
+    open_storage(tokens).write(MANIFEST, encode_manifest(manifest))
+    return RunConfig(
+        out=str(place / "run"),
+        model=ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2),
+        data=DataConfig(sources=(SourceConfig(place=str(tokens)),), context_length=16),
+        training=StepConfig(steps=3, batch_size=4, micro_batch_size=2),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(name="constant", warmup_steps=0),
+        checkpoint=CheckpointConfig(every_steps=3),
+        evaluation=EvaluationConfig(sequences=0),
+    )
+
+
+def train_rank(_rank: int, _world_size: int, config: RunConfig) -> None:
+    placement = Placement(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+        num_hosts=1,
+        host=0,
+        launcher="spawn",
+    )
+    run(config, Session(placement=placement, device=torch.device("cpu"), backend="gloo"))
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    rows = MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read()
+    return [row.loss for row in rows if isinstance(row, StepRow)]
+
+
+def changed(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in sections.items()
+    }
+    return dataclasses.replace(config, out=str(pathlib.Path(config.out).parent / out), **changed)
