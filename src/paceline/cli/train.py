@@ -71,11 +71,15 @@ class TrainCommand:
         from paceline.training.forecast import forecast
         from paceline.training.toml_config import encode_config
 
-        predicted = forecast(config, self.ranks or 1, self.calibration)
+        predicted = None
+        if config.model.hugging_face is None:
+            predicted = forecast(config, self.ranks or 1, self.calibration)
         if self.output.json:
             print_json({"config": config, "forecast": predicted})
             return 0
-        sys.stdout.write(f"{encode_config(config)}\n{_forecast_text(predicted)}\n")
+        text = "parameters, compute, memory and time: not known of a Hugging Face model"
+        text = text if predicted is None else _forecast_text(predicted)
+        sys.stdout.write(f"{encode_config(config)}\n{text}\n")
         return 0
 
     def _train(self, config: "RunConfig") -> int:

@@ -1,4 +1,4 @@
-"""Text from a model, token by token, with a cache of keys and values."""
+"""Text from a model, token by token; ours keeps keys and values in a cache."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UsageError
+from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.layers import LayerCache
 from paceline.models.transformer import TransformerLM
 
 
 def generate(
-    model: TransformerLM,
+    model: TransformerLM | HuggingFaceLM,
     prompt: Tensor,
     num_tokens: int,
     *,
@@ -40,35 +41,43 @@ def generate(
         raise UsageError(f"temperature {temperature} must not be negative")
     if top_k is not None and top_k < 1:
         raise UsageError(f"top-k {top_k} leaves no token to draw; it must be at least 1")
-    length = model.shape.max_context_length
-    if len(prompt) >= length:
+    length = model.max_context_length
+    if length is not None and len(prompt) >= length:
         raise UsageError(
             f"a prompt of {len(prompt):,} tokens leaves no room in the model's context of "
             f"{length:,}; shorten it"
         )
-    room = min(len(prompt) + num_tokens, length)
-    caches = [LayerCache(room) for _ in model.blocks]
+    if length is not None:
+        num_tokens = min(num_tokens, length - len(prompt))
     tokens = _tokens(
-        lambda tokens: (forward or model)(tokens, caches),
+        model,
+        forward or model,
         lambda logits: _choose(logits, temperature, top_k, generator),
-        prompt,
-        room - len(prompt),
+        prompt[None],
+        num_tokens,
     )
     return itertools.takewhile(lambda token: token != end_of_document, tokens)
 
 
 @torch.no_grad()
 def _tokens(
-    forward: Callable[[Tensor], Tensor],
+    model: TransformerLM | HuggingFaceLM,
+    forward: Callable[..., Tensor],
     choose: Callable[[Tensor], Tensor],
-    prompt: Tensor,
+    tokens: Tensor,
     num_tokens: int,
 ) -> Iterator[int]:
-    tokens = prompt[None]
+    room = tokens.shape[-1] + num_tokens
+    caches = None
+    if isinstance(model, TransformerLM):
+        caches = [LayerCache(room) for _ in model.blocks]
     for _ in range(num_tokens):
-        token = choose(forward(tokens)[0, -1].float())
+        logits = forward(tokens) if caches is None else forward(tokens, caches)
+        token = choose(logits[0, -1].float())
         yield int(token)
-        tokens = token.view(1, 1)
+        tokens = (
+            torch.cat([tokens, token.view(1, 1)], dim=1) if caches is None else token.view(1, 1)
+        )
 
 
 def _choose(

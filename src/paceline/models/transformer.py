@@ -75,6 +75,11 @@ class TransformerLM(nn.Module):
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         self.reset_parameters()
 
+    @property
+    def max_context_length(self) -> int:
+        """Longest sequence that the model accepts."""
+        return self.shape.max_context_length
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialises weights and tables in place; needed after leaving the meta device."""

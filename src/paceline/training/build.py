@@ -1,13 +1,16 @@
 """From a config to a model that is ready to train: every technique, in the order it must have."""
 
 import dataclasses
+import pathlib
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.errors import UsageError
 from paceline.core.strategies import StrategyName
 from paceline.models import TransformerLM
+from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.parallel import Session
 from paceline.parallel.strategies import apply_strategy
 from paceline.training.config import RunConfig
@@ -18,7 +21,7 @@ from paceline.training.steps.optimizers import make_optimizers
 class Trainee:
     """A model, what wraps it, and what trains it."""
 
-    module: TransformerLM
+    module: TransformerLM | HuggingFaceLM
     """The model itself."""
     model: nn.Module
     """The model as its strategy has wrapped it: what is called."""
@@ -33,14 +36,26 @@ def build(config: RunConfig, session: Session) -> Trainee:
         torch.use_deterministic_algorithms(True)
     # 1. The same weights on every rank and for every number of ranks.
     torch.manual_seed(config.training.seed)
-    module = TransformerLM(
-        config.model.shape, activation_checkpointing=config.model.activation_checkpointing
-    ).to(session.device)
+    module = _make_module(config).to(session.device)
     # 2. Blocks are compiled before hooks come between them.
-    if config.model.compile_blocks:
+    if config.model.compile_blocks and isinstance(module, TransformerLM):
         module.compile_blocks()
     # 3. The strategy takes the parameters; 4. optimizers take what it leaves of them.
     strategy: StrategyName = config.parallel.strategy if session.world_size > 1 else "none"
     model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
     optimizers = make_optimizers(config.optimizer, strategy, model)
     return Trainee(module=module, model=model, optimizers=optimizers, strategy=strategy)
+
+
+def _make_module(config: RunConfig) -> TransformerLM | HuggingFaceLM:
+    if config.model.hugging_face is None:
+        recompute = config.model.activation_checkpointing
+        return TransformerLM(config.model.shape, activation_checkpointing=recompute)
+    module = HuggingFaceLM.of_directory(pathlib.Path(config.model.hugging_face))
+    longest = module.max_context_length
+    if longest is not None and config.data.context_length > longest:
+        raise UsageError(
+            f"data.context_length {config.data.context_length:,} is more than the {longest:,} "
+            f"positions of model.hugging_face {config.model.hugging_face}"
+        )
+    return module

@@ -6,7 +6,7 @@ stands under each field is what `paceline train init` prints as comments.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
@@ -29,6 +29,9 @@ class ModelConfig:
 
     preset: str = "bytes-6M"
     """A named shape; the fields below change it."""
+    hugging_face: str | None = None
+    """Directory of a Hugging Face causal language model to train instead. Without weights in it,
+    they are drawn from training.seed."""
     vocab_size: int | None = None
     """Rows of the embedding, at least those of the tokenizer."""
     d_model: int | None = None
@@ -56,16 +59,39 @@ class ModelConfig:
     compile_blocks: bool = False
     """Compile every block on its own with torch.compile."""
 
+    def __post_init__(self) -> None:
+        if self.hugging_face is None:
+            return
+        for name in self._changes():
+            raise UsageError(
+                f"model.{name} changes a preset, and the shape of model.hugging_face is in its "
+                "config.json; leave one of them out"
+            )
+        for name in ("activation_checkpointing", "compile_blocks"):
+            if getattr(self, name) not in ("none", False):
+                raise UsageError(
+                    f"model.{name} knows the blocks of Paceline's own model, not those of "
+                    "model.hugging_face; leave it out"
+                )
+
     @property
     def shape(self) -> ModelShape:
         """The preset with what was changed."""
+        if self.hugging_face is not None:
+            raise UsageError(
+                f"model.hugging_face {self.hugging_face}: parameters, FLOPs, memory and time are "
+                "predicted for Paceline's own model only"
+            )
+        return dataclasses.replace(model_preset(self.preset), **self._changes())
+
+    def _changes(self) -> dict[str, Any]:
+        """Returns the dimensions that were given."""
         names = {field.name for field in dataclasses.fields(ModelShape)}
-        changes = {
-            name: value
-            for name in names & {field.name for field in dataclasses.fields(self)}
-            if (value := getattr(self, name)) is not None
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if field.name in names and (value := getattr(self, field.name)) is not None
         }
-        return dataclasses.replace(model_preset(self.preset), **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +283,13 @@ class RunConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        require_context(self.model.preset, self.model.shape, self.data.context_length)
+        if self.model.hugging_face is None:
+            require_context(self.model.preset, self.model.shape, self.data.context_length)
+        elif self.optimizer.name == "muon":
+            raise UsageError(
+                "optimizer.name muon trains the matrices of Paceline's own blocks, and "
+                "model.hugging_face has others; take adamw"
+            )
         if self.schedule.warmup_steps > self.training.steps:
             raise UsageError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is more than training.steps "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.errors import UsageError
 from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
@@ -113,7 +114,7 @@ class Sampler:
         self._prompt = torch.tensor(tokens, device=device)
 
     @classmethod
-    def of(cls, config: RunConfig, device: torch.device) -> "Sampler | None":
+    def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "Sampler | None":
         """Returns the prompt of a run; None if it has none."""
         evaluation = config.evaluation
         if evaluation.sample_prompt is None:
@@ -122,13 +123,20 @@ class Sampler:
         tokenizer = Tokenizer(
             storage.read(TOKENIZER).decode(), read_manifest(storage).end_of_document, storage.url
         )
-        return cls(
+        sampler = cls(
             tokenizer,
             evaluation.sample_prompt,
             evaluation.sample_tokens,
             device,
             is_compiled=config.model.compile_blocks,
         )
+        longest = trainee.module.max_context_length
+        if longest is not None and len(sampler._prompt) >= longest:
+            raise UsageError(
+                f"evaluation.sample_prompt has {len(sampler._prompt):,} tokens, and the model's "
+                f"context is {longest:,}; shorten it"
+            )
+        return sampler
 
     def sample(
         self, trainee: Trainee, autocast: Callable[[], contextlib.AbstractContextManager[object]]

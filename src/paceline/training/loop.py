@@ -59,7 +59,7 @@ def train(
         config.training, trainee.model, list(trainee.optimizers.values()), session.device
     )
     held_out = HeldOut.of(config, session.device)
-    sampler = Sampler.of(config, session.device)
+    sampler = Sampler.of(config, trainee, session.device)
     with (
         StopRequest() as stop,
         TorchLoader(

@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
 from paceline.core.host_memory import usable_host_bytes
 from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
+from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
 from paceline.records.environment import capture_environment
 from paceline.training.build import build
@@ -85,13 +86,13 @@ def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
 
 def require_data(config: RunConfig) -> None:
     """Raises unless every dataset is there and has tokens that the model knows."""
+    vocab_size, remedy = _vocabulary(config)
     for source in config.data.sources:
         manifest = read_manifest(open_storage(source.place))
-        if manifest.vocab_size > config.model.shape.vocab_size:
+        if vocab_size is not None and manifest.vocab_size > vocab_size:
             raise UsageError(
                 f"{source.place} has tokens up to {manifest.vocab_size - 1:,}, the model a "
-                f"vocabulary of {config.model.shape.vocab_size:,}; set model.vocab_size to "
-                f"{manifest.vocab_size:,} or more"
+                f"vocabulary of {vocab_size:,}; set {remedy} to {manifest.vocab_size:,} or more"
             )
     kept = pathlib.Path(config.out) / TOKENIZER
     if kept.exists() and kept.read_bytes() != _tokenizer(config):
@@ -99,6 +100,14 @@ def require_data(config: RunConfig) -> None:
             f"{kept} is another tokenizer than that of {config.data.sources[0].place}; prepare the "
             f"data with --tokenizer {kept}, or change out"
         )
+
+
+def _vocabulary(config: RunConfig) -> tuple[int | None, str]:
+    """Returns how many tokens the model knows, if it says so, and where to change it."""
+    if config.model.hugging_face is None:
+        return config.model.shape.vocab_size, "model.vocab_size"
+    directory = pathlib.Path(config.model.hugging_face)
+    return read_config(directory).get("vocab_size"), f"vocab_size in {directory / 'config.json'}"
 
 
 def _tokenizer(config: RunConfig) -> bytes:

@@ -3,12 +3,15 @@
 What is saved knows neither ranks nor strategies: any number and any strategy goes on from it.
 """
 
+import pathlib
+
 import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
+from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
 from paceline.training.build import Trainee
 from paceline.training.checkpoint.checkpointer import Checkpointer
@@ -101,5 +104,8 @@ class RunStates:
 
 
 def _identity(config: RunConfig) -> RunIdentity:
-    manifest = read_manifest(open_storage(config.data.sources[0].place))
-    return RunIdentity(shape=config.model.shape, end_of_document=manifest.end_of_document)
+    end = read_manifest(open_storage(config.data.sources[0].place)).end_of_document
+    if config.model.hugging_face is None:
+        return RunIdentity(shape=config.model.shape, end_of_document=end)
+    settings = read_config(pathlib.Path(config.model.hugging_face))
+    return RunIdentity(hugging_face=settings, end_of_document=end)

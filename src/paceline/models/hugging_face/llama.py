@@ -16,6 +16,9 @@ from paceline.core.specs import ModelShape, require_buildable
 from paceline.models.hugging_face.files import CONFIG
 from paceline.models.transformer import TransformerLM
 
+LLAMA = "llama"
+"""The model_type of what is laid out like our Transformer."""
+
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -72,7 +75,7 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
     require_buildable(shape)
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "model_type": LLAMA,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.d_model,
         "intermediate_size": shape.d_ff,
@@ -96,7 +99,7 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
 
 def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShape:
     """Returns the shape of a model that config.json describes; another architecture is refused."""
-    if config.get("model_type") != "llama":
+    if config.get("model_type") != LLAMA:
         raise UsageError(
             f"{where}: model_type {config.get('model_type')!r} is not llama, the one layout that "
             "Paceline's own model has; model.hugging_face in run.toml trains any other"

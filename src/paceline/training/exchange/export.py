@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.tokenizer import Tokenizer
+from paceline.models.hugging_face.adapter import hugging_face_layout
 from paceline.models.hugging_face.files import (
     CONFIG,
     MAX_SHARD_BYTES,
@@ -67,9 +68,12 @@ def export_model(
 
 def _layout(saved: SavedModel, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns config.json, and what the tensors of the checkpoint are called beside it."""
-    shape = saved.identity.shape
-    assert shape is not None
-    return llama_config(shape, saved.identity.end_of_document), llama_names(shape, tensors)
+    shape, end = saved.identity.shape, saved.identity.end_of_document
+    if shape is not None:
+        return llama_config(shape, end), llama_names(shape, tensors)
+    assert saved.identity.hugging_face is not None
+    config, names = hugging_face_layout(saved.identity.hugging_face)
+    return config | {"eos_token_id": end}, names
 
 
 def _rounded(tensor: Tensor, dtype: ExportDType | None) -> Tensor:

@@ -10,8 +10,9 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.data.tokenizer import Tokenizer
 from paceline.models import TransformerLM
+from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.hugging_face.files import CONFIG, TOKENIZER, read_config, read_weights
-from paceline.models.hugging_face.llama import end_of_text, from_llama, shape_of_config
+from paceline.models.hugging_face.llama import LLAMA, end_of_text, from_llama, shape_of_config
 from paceline.training.exchange.saved_model import open_saved_model
 
 
@@ -19,7 +20,7 @@ from paceline.training.exchange.saved_model import open_saved_model
 class LoadedModel:
     """What text is generated with."""
 
-    model: TransformerLM
+    model: TransformerLM | HuggingFaceLM
     """In evaluation mode, on the CPU."""
     tokenizer: Tokenizer
     step: int | None
@@ -39,12 +40,15 @@ def load_model(where: str, step: int | None = None) -> LoadedModel:
             raise UsageError(f"{where} is one model, without steps; leave --step out")
         return _from_directory(directory)
     saved = open_saved_model(where, step)
-    shape = saved.identity.shape
-    assert shape is not None
     tokenizer = _tokenizer(saved.tokenizer_json, saved.identity.end_of_document, where)
-    return LoadedModel(
-        model=_transformer(shape, saved.read(saved.tensors)), tokenizer=tokenizer, step=saved.step
-    )
+    state = saved.read(saved.tensors)
+    if saved.identity.shape is not None:
+        model = _transformer(saved.identity.shape, state)
+        return LoadedModel(model=model, tokenizer=tokenizer, step=saved.step)
+    assert saved.identity.hugging_face is not None
+    theirs = HuggingFaceLM.of_config(saved.identity.hugging_face)
+    theirs.load_state_dict(state)
+    return LoadedModel(model=theirs.eval(), tokenizer=tokenizer, step=saved.step)
 
 
 def _from_directory(directory: pathlib.Path) -> LoadedModel:
@@ -52,6 +56,9 @@ def _from_directory(directory: pathlib.Path) -> LoadedModel:
     path = directory / TOKENIZER
     json = path.read_text(encoding="utf-8") if path.exists() else None
     tokenizer = _tokenizer(json, end_of_text(config), str(directory))
+    if config.get("model_type") != LLAMA:
+        theirs = HuggingFaceLM.of_directory(directory).eval()
+        return LoadedModel(model=theirs, tokenizer=tokenizer, step=None)
     shape = shape_of_config(config, str(directory / CONFIG))
     model = _transformer(shape, from_llama(read_weights(directory), shape))
     return LoadedModel(model=model, tokenizer=tokenizer, step=None)
