@@ -52,9 +52,12 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        need = memory_need(forecast(config, session.world_size))
+        predicted = ""
+        if config.model.hugging_face is None:
+            need = memory_need(forecast(config, session.world_size))
+            predicted = f", where {need} by the prediction"
         raise OutOfMemoryError(
-            f"rank {session.rank} is out of memory, where {need} by the prediction; {MEMORY_REMEDY}"
+            f"rank {session.rank} is out of memory{predicted}; {MEMORY_REMEDY}"
         ) from error
 
 
@@ -72,7 +75,8 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
             f"training.batch_size {config.training.batch_size} leaves some of the "
             f"{world_size} ranks without a sequence; raise it, or start fewer ranks"
         )
-    require_fit(forecast(config, world_size), rank_bytes)
+    if config.model.hugging_face is None:  # What others need is not known.
+        require_fit(forecast(config, world_size), rank_bytes)
 
 
 def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
