@@ -191,3 +191,20 @@ def data_prepare_table(records: Sequence[Record]) -> Table:
         rows=tuple(rows),
         caption="13.2 MB of English in 373 files, a vocabulary of 16,384; ratios round by round",
     )
+
+
+def train_continue_table(records: Sequence[Record]) -> Table:
+    """Makes a table of how far losses depart when a run goes on elsewhere."""
+    rows = [
+        (
+            str(record.case["baseline"]),
+            str(record.case["subject"]),
+            f"{record.metrics['loss_difference'].value:.1e}",
+        )
+        for record in records
+    ]
+    return Table(
+        headers=("trained on", "moved to", "largest difference of a loss, relative"),
+        rows=tuple(rows),
+        caption="50 steps after a move, beside the run that was never moved",
+    )

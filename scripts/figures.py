@@ -13,7 +13,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from docs_diagrams import plot_stages
-from docs_tables import data_loader_table, data_prepare_table, data_resume_table, repeats_table
+from docs_tables import (
+    data_loader_table,
+    data_prepare_table,
+    data_resume_table,
+    repeats_table,
+    train_continue_table,
+)
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
@@ -117,6 +123,7 @@ OTHER_TABLES = {
     "profile-memory": ("profile-memory",),
     "data-loader": ("data-loader", "data-resume"),
     "data-prepare": ("data-prepare",),
+    "train-continue": ("train-continue",),
     "step-backtest": ("step-backtest",),
     "calibration-repeats": ("calibration-repeats",),
     "scaling-course": ("scaling-course",),
@@ -375,6 +382,7 @@ def tables() -> dict[str, str]:
         "data-loader.md": render_markdown(data_loader_table(read("data-loader"))),
         "data-resume.md": render_markdown(data_resume_table(read("data-loader"))),
         "data-prepare.md": render_markdown(data_prepare_table(read("data-prepare"))),
+        "train-continue.md": render_markdown(train_continue_table(read("train-continue"))),
         "benchmarks.md": benchmarks(),
     }
     return {**made, **profiled, **others}

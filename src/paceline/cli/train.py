@@ -29,6 +29,9 @@ class TrainCommand:
     """The config of a run; a run that was interrupted goes on from its newest checkpoint."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Changes to the config, such as training.steps=100."""
+    plan: pathlib.Path | None = None
+    """Predictions of paceline plan step --json, of which the fastest decides on model, batch,
+    strategy and ranks; --set has the last word."""
     ranks: int | None = None
     """Ranks to start on this host, where no launcher (torchrun, Slurm) has; one per GPU, or one."""
     dry_run: bool = False
@@ -49,10 +52,22 @@ class TrainCommand:
             return self._print_template()
         from paceline.training.toml_config import read_config
 
+        if self.plan is not None:
+            return self._follow_plan(self.plan)
         config = read_config(pathlib.Path(self.config), self.set)
         if self.dry_run:
             return self._print_forecast(config)
         return self._train(config)
+
+    def _follow_plan(self, path: pathlib.Path) -> int:
+        """Does what a command line without the plan would, that says the same."""
+        from paceline.training.plan import read_plan
+
+        plan = read_plan(path)
+        if self.ranks not in (None, plan.world_size):
+            raise UsageError(f"--ranks {self.ranks}: {path} is a plan for {plan.world_size} ranks")
+        changes = (*plan.changes, *self.set)
+        return dataclasses.replace(self, plan=None, ranks=plan.world_size, set=changes).run()
 
     def _print_template(self) -> int:
         from paceline.data.loader.config import SourceConfig
