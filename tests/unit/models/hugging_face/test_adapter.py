@@ -1,6 +1,7 @@
 """Models of transformers are called as ours is, and nothing is guessed about them."""
 
 import pathlib
+import sys
 from typing import Any
 
 import pytest
@@ -61,6 +62,12 @@ def test_tied_embeddings_are_in_the_files_once(tmp_path: pathlib.Path) -> None:
     assert "inner.lm_head.weight" not in names
     _, names = hugging_face_layout(config | {"tie_word_embeddings": False})
     assert names["inner.lm_head.weight"] == "lm_head.weight"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[hf\]'"):
+        HuggingFaceLM.of_config({"model_type": "gpt2"})
 
 
 def test_what_transformers_does_not_know_is_named() -> None:

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from paceline.core.specs import ModelShape
+from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json
 from paceline.models import TransformerLM
 from paceline.training.checkpoint.checkpointer import Checkpointer
@@ -19,13 +20,12 @@ SHAPE = ModelShape(
 
 
 def save_run(
-    directory: pathlib.Path, shape: ModelShape = SHAPE, steps: tuple[int, ...] = (10,)
+    run: pathlib.Path | str, shape: ModelShape = SHAPE, steps: tuple[int, ...] = (10,)
 ) -> TransformerLM:
     """Saves a model at steps, each with other weights; returns the last."""
-    (directory).mkdir(parents=True)
-    (directory / "tokenizer.json").write_text(byte_tokenizer_json())
+    open_storage(run).write("tokenizer.json", byte_tokenizer_json().encode())
     identity = RunIdentity(shape=shape, end_of_document=255, data={"position": 7})
-    with Checkpointer(directory / "checkpoints", asynchronous=False) as checkpointer:
+    with Checkpointer(f"{run}/checkpoints", asynchronous=False) as checkpointer:
         for step in steps:
             torch.manual_seed(step)
             model = TransformerLM(shape).eval()

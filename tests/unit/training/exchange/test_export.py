@@ -9,10 +9,15 @@ import torch
 
 from paceline.cli.main import main
 from paceline.core.specs import ModelShape
+from paceline.models import TransformerLM
 from paceline.models.hugging_face.files import read_weights
+from paceline.training.checkpoint.restore import load_step
+from paceline.training.checkpoint.state.training import load_training_state
 from paceline.training.exchange.export import export_model
+from paceline.training.exchange.import_model import import_model
 from paceline.training.exchange.saved_model import open_saved_model
 from paceline.training.toml_config import decode_config
+from tests.unit.data.s3_server import s3_server
 from tests.unit.training.checkpoint.runs import save_steps
 from tests.unit.training.exchange.small_runs import SHAPE, save_run
 
@@ -68,6 +73,27 @@ def test_a_step_and_a_dtype_can_be_chosen(tmp_path: pathlib.Path) -> None:
     embedding = first.read(["embedding.weight"])["embedding.weight"]
     written = read_weights(tmp_path / "out")["model.embed_tokens.weight"]
     assert torch.equal(written, embedding.bfloat16())
+
+
+def test_rounded_weights_are_trained_in_full_precision(tmp_path: pathlib.Path) -> None:
+    model = save_run(tmp_path / "run")
+    export_model(open_saved_model(str(tmp_path / "run")), tmp_path / "out", dtype="bfloat16")
+    import_model(tmp_path / "out", tmp_path / "back")
+    assert open_saved_model(str(tmp_path / "back")).tensors["head.weight"].dtype == torch.bfloat16
+    again = TransformerLM(SHAPE)
+    load_step(tmp_path / "back" / "checkpoints", 0, lambda s: load_training_state(s, again, {}))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
+
+
+def test_checkpoints_in_a_bucket_are_exported(tmp_path: pathlib.Path) -> None:
+    with s3_server() as bucket:
+        save_run(f"{bucket}/run")
+        export_model(open_saved_model(f"{bucket}/run/checkpoints"), tmp_path / "remote")
+    save_run(tmp_path / "run")
+    export_model(open_saved_model(str(tmp_path / "run")), tmp_path / "local")
+    for file in (tmp_path / "local").iterdir():
+        assert (tmp_path / "remote" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_a_damaged_checkpoint_is_not_exported(

@@ -27,7 +27,9 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> dict[str, Any]:
         """All that tells the model from another, by name; derived numbers are written out."""
         if self.shape is None:
-            return self.hugging_face or {}
+            config = dict(self.hugging_face or {})
+            config.pop("transformers_version", None)  # Of who wrote it, not of the model.
+            return config
         return dataclasses.asdict(
             dataclasses.replace(
                 self.shape, head_dim=self.shape.head_width, num_kv_heads=self.shape.key_value_heads
@@ -41,11 +43,19 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
             other: What this one, which was saved, is compared with.
         """
         saved, own = self.model, other.model
+        if (self.shape is None) != (other.shape is None):
+            return f"{self._kind} instead of {other._kind}"
         return ", ".join(
             f"{name} {saved.get(name)} instead of {own.get(name)}"
             for name in dict.fromkeys((*saved, *own))
             if saved.get(name) != own.get(name)
         )
+
+    @property
+    def _kind(self) -> str:
+        if self.shape is not None:
+            return "Paceline's own model"
+        return f"a Hugging Face {self.model.get('model_type')}"
 
 
 def identity_of(checkpoint: Checkpoint) -> RunIdentity:
