@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.core.specs import Phase
 from paceline.kernels import flash_attention
 from paceline.kernels.attention.api import AttentionBackend
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 
 HEADS, HEAD_DIM = 8, 64

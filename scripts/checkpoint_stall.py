@@ -18,12 +18,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.core import model_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import run_ranks
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.records import RecordStore
 from paceline.training.checkpoint.checkpointer import Checkpointer

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.benchmarks.collectives.measure import Collective, time_call
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.core.units import MB
 from paceline.parallel import RankPool
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 

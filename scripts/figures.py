@@ -5,6 +5,7 @@
 A test compares the tables with what is committed, so that docs and records cannot part.
 """
 
+import io
 import json
 import pathlib
 import re
@@ -20,6 +21,7 @@ from docs_tables import (
     repeats_table,
     train_continue_table,
 )
+from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
@@ -32,11 +34,14 @@ from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predi
 from paceline.prediction.records import backtest_cases
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
+from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.document_lengths import plot_document_lengths
 from paceline.reports.plots.registry import draw
+from paceline.reports.plots.runs.losses import plot_losses
+from paceline.reports.plots.runs.speed import plot_phases
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.backtest import backtest_table
@@ -49,6 +54,8 @@ from paceline.reports.tables.profile import (
 )
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
 from paceline.reports.tables.with_predictions import with_predictions
+from paceline.training.metrics.panel import RunPanel
+from paceline.training.metrics.progress import Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +64,7 @@ _EXPOSED = "exposed_communication_s"
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "results"
+TRAINING_RUN = RESULTS / "training-run"
 TABLES = ROOT / "docs" / "generated"
 IMAGES = ROOT / "docs" / "images"
 
@@ -273,13 +281,32 @@ def draw_lengths() -> "Figure":
     return plot_document_lengths(lengths, "the corpus of the worked example", 2048)
 
 
+def training_panel() -> str:
+    """Returns what a terminal showed of the committed run after two thirds of its steps."""
+    run = read_run(TRAINING_RUN)
+    progress = Progress(run.expected)
+    for row in run.rows:
+        if row.step <= run.expected.num_steps * 2 // 3:
+            progress.note(row)
+    console = Console(file=io.StringIO(), width=96)
+    with console.capture() as captured:
+        console.print(RunPanel("run", progress))
+    return f"```text\n{captured.get()}```\n"
+
+
 def draw_backtest() -> "Figure":
     """Draws predicted steps beside measured ones."""
     held_out, counted = backtested_steps()
     return plot_backtest(held_out, counted=counted)
 
 
-DRAWN = {**SCHEMES, "step-backtest": draw_backtest, "data-lengths": draw_lengths}
+DRAWN = {
+    **SCHEMES,
+    "step-backtest": draw_backtest,
+    "data-lengths": draw_lengths,
+    "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
+    "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
+}
 """Pictures that are not a plot of one store."""
 
 
@@ -383,6 +410,7 @@ def tables() -> dict[str, str]:
         "data-resume.md": render_markdown(data_resume_table(read("data-loader"))),
         "data-prepare.md": render_markdown(data_prepare_table(read("data-prepare"))),
         "train-continue.md": render_markdown(train_continue_table(read("train-continue"))),
+        "training-panel.md": training_panel(),
         "benchmarks.md": benchmarks(),
     }
     return {**made, **profiled, **others}

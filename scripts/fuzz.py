@@ -14,9 +14,10 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+from paceline.benchmarks.harness.devices import resolve_device
 from paceline.benchmarks.harness.records import measured
 from paceline.parallel import RankPool
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 from tests.distributed.fuzz import DTYPE, MAKE, TOLERANCE, run_programs
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep
 from paceline.core import ModelShape
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import Metric, RecordStore
 
 WARMUP = 3

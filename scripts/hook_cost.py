@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.records import measured
 from paceline.parallel import (
     BucketedDataParallel,
@@ -28,6 +27,7 @@ from paceline.parallel import (
     ShardedDataParallel,
     ShardedOptimizer,
 )
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 

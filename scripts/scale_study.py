@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+from paceline.benchmarks.harness.devices import resolve_device
 from paceline.benchmarks.harness.records import measured
 from paceline.core import ModelShape
 from paceline.core.units import MIB
@@ -49,6 +49,7 @@ from paceline.parallel.buckets import plan_buckets, tensor_spec
 from paceline.parallel.partition import shard_evenly
 from paceline.parallel.ranks import reduce_scatter
 from paceline.parallel.ranks.collectives import all_gather_single, reduce_scatter_single
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
 from paceline.parallel.reducer import base
 from paceline.parallel.zero import container

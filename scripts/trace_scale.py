@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 
-from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+from paceline.benchmarks.harness.devices import resolve_device
 from paceline.benchmarks.harness.records import measured
 from paceline.core.units import GB
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 
 _LAYERS = 48

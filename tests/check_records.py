@@ -42,8 +42,9 @@ def check_record(report: pytest.TestReport) -> Record:
     # Not before the tests have decided how torch and the kernels are loaded.
     import torch
 
-    from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+    from paceline.benchmarks.harness.devices import resolve_device
     from paceline.benchmarks.harness.records import measured
+    from paceline.parallel.ranks.hardware import describe_hardware
 
     device = resolve_device("auto")
     on_gpu = device.type == "cuda"

@@ -18,6 +18,7 @@ from paceline.data.loader.config import SourceConfig
 from paceline.data.storage import open_storage
 from paceline.parallel import RankError, RankPool, Session
 from paceline.parallel.ranks.placement import local_placement
+from paceline.records import RecordStore
 from paceline.training.checkpoint.verify import list_checkpoints
 from paceline.training.config import (
     CheckpointConfig,
@@ -30,7 +31,7 @@ from paceline.training.config import (
     ScheduleConfig,
     StepConfig,
 )
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile, StepRow
+from paceline.training.metrics.rows import EvaluationRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.run import run
 from paceline.training.steps.nonfinite import explain_nonfinite
 from tests.unit.data.dataset_factory import random_documents, write_dataset
@@ -63,9 +64,12 @@ def _train(_rank: int, _world_size: int, config: RunConfig) -> None:
     run(config, session)
 
 
+def _rows(config: RunConfig) -> list[MetricsRow]:
+    return list(MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read())
+
+
 def _losses(config: RunConfig) -> list[float]:
-    rows = MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read()
-    return [row.loss for row in rows if isinstance(row, StepRow)]
+    return [row.loss for row in _rows(config) if isinstance(row, StepRow)]
 
 
 def _with(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
@@ -95,10 +99,21 @@ def test_any_strategy_trains_like_one_process(
     config: RunConfig, rank_pool: Pools, alone: list[float], strategy: str
 ) -> None:
     shared = _with(
-        config, strategy, parallel={"strategy": strategy}, training={"micro_batch_size": 1}
+        config,
+        strategy,
+        parallel={"strategy": strategy},
+        training={"micro_batch_size": 1},
+        logging={"every_steps": 3},
     )
     rank_pool(3).run(_train, shared)
     np.testing.assert_allclose(_losses(shared), alone, rtol=1e-5)
+    rows = [row for row in _rows(shared) if isinstance(row, StepRow)]
+    assert [row.step for row in rows if row.memory_bytes is not None] == [3, 6]
+    exposed = [row.step for row in rows if row.exposed_communication_s is not None]
+    assert exposed == ([] if strategy == "torch_ddp" else [3, 6])  # torch does not tell.
+    (record,) = RecordStore(pathlib.Path(shared.out) / "record.jsonl").read()
+    assert record.case["strategy"] == strategy
+    assert record.metrics["loss"].value == pytest.approx(np.mean(alone), rel=1e-5)
 
 
 def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_pool: Pools) -> None:
@@ -185,8 +200,7 @@ def test_held_out_loss_does_not_depend_on_ranks(
             training={"micro_batch_size": 3},
         )
         rank_pool(ranks).run(_train, evaluated)
-        rows = MetricsFile(pathlib.Path(evaluated.out) / "metrics.jsonl").read()
-        found.append([row.loss for row in rows if isinstance(row, EvaluationRow)])
+        found.append([row.loss for row in _rows(evaluated) if isinstance(row, EvaluationRow)])
     assert len(found[0]) == 2
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 

@@ -24,10 +24,11 @@ class EnvironmentCommand:
         import torch
 
         from paceline.benchmarks.harness import devices
+        from paceline.parallel.ranks.hardware import describe_hardware
         from paceline.records import Record
         from paceline.records.environment import network_links
 
-        case = devices.describe_hardware(devices.resolve_device("auto")).as_case()
+        case = describe_hardware(devices.resolve_device("auto")).as_case()
         case["self_test"] = self.self_test
         metrics: dict[str, Metric] = {}
         if self.self_test:

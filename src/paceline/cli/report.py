@@ -1,4 +1,4 @@
-"""``paceline report``: tables, pictures and a whole report from a store."""
+"""``paceline report``: tables, pictures and a whole report from a store; a page of a run."""
 
 import dataclasses
 import os
@@ -159,13 +159,42 @@ class BuildCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Make a page of a training run: losses, speed, time by phase, memory, events.
+
+    The page needs nothing else, and the run may be going on.
+    """
+
+    run_directory: Annotated[
+        pathlib.Path, tyro.conf.Positional, tyro.conf.arg(name="run", metavar="DIR")
+    ]
+    """Directory of the run: out in its config."""
+    out: pathlib.Path | None = None
+    """The page; by default report.html in that directory."""
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Writes the page and prints its path."""
+        from paceline.reports.document.training_run import write_run_page
+
+        page = self.run_directory / "report.html" if self.out is None else self.out
+        write_run_page(self.run_directory, page)
+        if self.output.json:
+            print_json({"path": str(page)})
+        else:
+            sys.stdout.write(f"{page}\n")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Make tables, pictures and reports from records."""
+    """Make tables, pictures and reports from records, and a page of a training run."""
 
     form: (
         Annotated[TableCommand, tyro.conf.subcommand("table")]
         | Annotated[PlotCommand, tyro.conf.subcommand("plot")]
         | Annotated[BuildCommand, tyro.conf.subcommand("build")]
+        | Annotated[RunCommand, tyro.conf.subcommand("run")]
     )
 
     def run(self) -> int:

@@ -37,7 +37,7 @@ class TrainCommand:
     dry_run: bool = False
     """Print the resolved config and what the run will take, and stop."""
     calibration: pathlib.Path | None = None
-    """Records of paceline calibrate, from which --dry-run predicts the time of a step."""
+    """Records of paceline calibrate, from which the time of a step is predicted."""
     model: ModelName = "bytes-6M"
     """For init: the preset to write a config for."""
     output: Flat[OutputOptions]
@@ -109,7 +109,7 @@ class TrainCommand:
             device=config.parallel.device,
             timeout_s=config.parallel.timeout_s,
         ) as session:
-            outcome = run(config, session)
+            outcome = run(config, session, self.calibration)
             if session.rank == 0:
                 if self.output.json:
                     print_json(outcome)

@@ -27,6 +27,18 @@ def resident_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * KIB
 
 
+def resident_bytes() -> int:
+    """Returns the memory this process has resident now, or its peak where only that is told."""
+    resident = _kernel_bytes("/proc/self/status", "VmRSS:")
+    return resident_peak_bytes() if resident is None else resident
+
+
+def host_limit_bytes() -> int | None:
+    """Returns what all processes may take: of the machine, or of the container that holds them."""
+    limits = [each for each in (_cgroup_limit(), physical_memory_bytes()) if each is not None]
+    return min(limits, default=None)
+
+
 def usable_host_bytes() -> int | None:
     """Returns what new processes may take on this host, or None where nobody knows."""
     available = _kernel_bytes("/proc/meminfo", "MemAvailable:")

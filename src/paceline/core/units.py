@@ -7,6 +7,7 @@ here says in its name which one it speaks. Where a number of gigabytes or gibiby
 and bytes for either.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import NewType
@@ -33,6 +34,7 @@ _RATE_UNITS = {
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_DURATION_STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def parse_bytes(text: str) -> int:
@@ -112,8 +114,18 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a duration in the largest unit that keeps it at or above one."""
+    """Formats a short time in the largest unit that keeps it at or above one."""
     return _format(seconds, _TIME_STEPS, "s")
+
+
+def format_duration(seconds: float) -> str:
+    """Formats how long something lasts in its two largest units, such as ``2 h 5 min``."""
+    for (large, name), (small, rest_name) in itertools.pairwise(_DURATION_STEPS):
+        # Rounded before it is split: 59 min 59.9 s are an hour.
+        whole, rest = divmod(round(seconds / small), large // small)
+        if whole:
+            return f"{whole} {name} {rest} {rest_name}" if rest else f"{whole} {name}"
+    return f"{seconds:.0f} s"
 
 
 def _format(value: float, steps: Iterable[tuple[float, str]], unit: str) -> str:

@@ -130,6 +130,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # What one rank of many pays before the first step.
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
+    # A whole run of the trainer; `batch` is a micro-batch of one rank.
+    "training_run": (_DATA_PARALLEL, ("steps", "batch_size", "learning_rate", "schedule", "seed")),
     # Reading training data, beside another way to do it where there is a baseline.
     "data_loader": (
         ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),

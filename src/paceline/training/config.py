@@ -21,6 +21,7 @@ from paceline.data.loader.config import LoaderConfig, SourceConfig
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,9 +259,9 @@ class LoggingConfig:
     """What one sees of the run."""
 
     every_steps: int = 10
-    """Steps between lines of a log; metrics.jsonl has every step."""
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Trackers that get the metrics, too."""
+    """Steps between lines of a log, and between looks at memory and exposed communication."""
+    sinks: tuple[SinkName, ...] = ()
+    """Trackers that get the metrics, too: tensorboard, wandb, mlflow."""
 
     def __post_init__(self) -> None:
         _require_positive("logging", self, "every_steps")

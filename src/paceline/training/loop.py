@@ -18,7 +18,8 @@ from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
 from paceline.training.metrics.observers import Observer
-from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, StepRow
+from paceline.training.metrics.probe import StepProbe
+from paceline.training.metrics.rows import SAVED, STARTED, EvaluationRow, EventRow, StepRow
 from paceline.training.run_state import RunStates
 from paceline.training.signals import StopRequest
 from paceline.training.steps.nonfinite import explain_nonfinite
@@ -60,6 +61,9 @@ def train(
     )
     held_out = HeldOut.of(config, session.device)
     sampler = Sampler.of(config, trainee, session.device)
+    probe = StepProbe(
+        trainee.model, session.device, config.logging.every_steps, enabled=session.rank == 0
+    )
     with (
         StopRequest() as stop,
         TorchLoader(
@@ -76,6 +80,7 @@ def train(
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
             set_learning_rate(trainee.optimizers.values(), factor)
+            probe.prepare(step + 1)
             result = runner.run(
                 batch.tokens,
                 batch.targets,
@@ -87,6 +92,7 @@ def train(
                 raise _diverged(step + 1, result, kept, _explain(runner, trainee, batch))
             step += 1
             before, ended = ended, time.perf_counter()
+            seen = probe.look(step)
             observer.note(
                 StepRow(
                     step=step,
@@ -98,20 +104,31 @@ def train(
                     data_wait_s=received - began,
                     first_sample=batch.first_sample,
                     data_digest=f"{result.digest:016x}",
+                    exposed_communication_s=seen.exposed_communication_s,
+                    memory_bytes=seen.memory_bytes,
                 )
             )
             is_last = step == num_steps or result.stop
             if held_out is not None and (is_last or step % config.evaluation.every_steps == 0):
+                began = time.perf_counter()
                 found = held_out.evaluate(trainee.model, runner.autocast)
                 sample = None if sampler is None else sampler.sample(trainee, runner.autocast)
                 observer.note(
                     EvaluationRow(
-                        step=step, loss=found.loss, bits_per_byte=found.bits_per_byte, sample=sample
+                        step=step,
+                        loss=found.loss,
+                        bits_per_byte=found.bits_per_byte,
+                        sample=sample,
+                        time_s=time.perf_counter() - began,
                     )
                 )
             if is_last or step % config.checkpoint.every_steps == 0:
+                began = time.perf_counter()
                 states.save(step, trainee, loader)
-                observer.note(EventRow(step=step, name="saved", message=f"step {step}"))
+                stall_s = time.perf_counter() - began
+                observer.note(
+                    EventRow(step=step, name=SAVED, message=f"step {step}", time_s=stall_s)
+                )
             if is_last:
                 break
         states.finish()

@@ -1,7 +1,6 @@
 """One rank's part of a run: the directory, the model, the loop."""
 
 import pathlib
-import sys
 
 import msgspec
 import torch
@@ -17,9 +16,10 @@ from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
 from paceline.training.loop import RunOutcome, train
-from paceline.training.metrics.observers import FileObserver, LogObserver, Observer, Observers
-from paceline.training.metrics.rows import MetricsFile
-from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS
+from paceline.training.metrics.observers import Observer, Observers
+from paceline.training.metrics.sinks import require_sinks
+from paceline.training.metrics.watchers import expect, make_observers
+from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, EXPECTATION
 from paceline.training.run_state import RunStates
 from paceline.training.toml_config import encode_config
 
@@ -28,27 +28,23 @@ class OutOfMemoryError(PacelineError):
     """A rank whose step does not fit into its memory."""
 
 
-def run(config: RunConfig, session: Session) -> RunOutcome:
-    """Trains, from the newest checkpoint if there is one."""
+def run(config: RunConfig, session: Session, calibration: pathlib.Path | None = None) -> RunOutcome:
+    """Trains, from the newest checkpoint if there is one.
+
+    Args:
+        config: The run.
+        session: This rank among the others.
+        calibration: Records of ``paceline calibrate``, to predict the time of a step from.
+    """
     directory = pathlib.Path(config.out)
     require_startable(
         config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
     )
-    observers: list[Observer] = []
-    metrics = MetricsFile(directory / METRICS)
-    if session.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(encode_config(config), encoding="utf-8")
-        open_storage(directory).write(TOKENIZER, _tokenizer(config))
-        (directory / ENVIRONMENT).write_bytes(msgspec.json.encode(capture_environment()) + b"\n")
-        observers = [
-            FileObserver(metrics),
-            LogObserver(config.logging.every_steps, config.training.steps, config.tokens_per_step),
-        ]
-    trainee = build(config, session)
-    states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
+    observers = Observers(_begin(config, session, calibration) if session.rank == 0 else [])
     try:
-        return train(config, session, trainee, states, Observers(observers, sys.stderr.write))
+        trainee = build(config, session)
+        states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
+        return train(config, session, trainee, states, observers)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -59,6 +55,20 @@ def run(config: RunConfig, session: Session) -> RunOutcome:
         raise OutOfMemoryError(
             f"rank {session.rank} is out of memory{predicted}; {MEMORY_REMEDY}"
         ) from error
+    finally:
+        observers.close()
+
+
+def _begin(config: RunConfig, session: Session, calibration: pathlib.Path | None) -> list[Observer]:
+    """Writes down what is known beforehand, and returns those who follow what happens."""
+    directory = pathlib.Path(config.out)
+    expected = expect(config, session, calibration)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(encode_config(config), encoding="utf-8")
+    open_storage(directory).write(TOKENIZER, _tokenizer(config))
+    (directory / ENVIRONMENT).write_bytes(msgspec.json.encode(capture_environment()) + b"\n")
+    (directory / EXPECTATION).write_bytes(msgspec.json.encode(expected) + b"\n")
+    return make_observers(config, session, expected)
 
 
 def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None) -> None:
@@ -70,6 +80,7 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
         rank_bytes: What each of them may take of its device's memory, where that is known.
     """
     require_data(config)
+    require_sinks(config.logging.sinks)
     if config.training.batch_size < world_size:
         raise UsageError(
             f"training.batch_size {config.training.batch_size} leaves some of the "

@@ -2,7 +2,11 @@
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
+EXPECTATION = "expectation.json"
+"""What was known before the first step."""
 METRICS = "metrics.jsonl"
+RECORD = "record.jsonl"
+"""The record of a run that has finished."""
 CHECKPOINTS = "checkpoints"
 DIVERGED = "diverged"
 """The state before a step whose loss or gradients were not finite."""

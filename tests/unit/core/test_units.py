@@ -12,6 +12,7 @@ from paceline.core.units import (
     bytes_of_gigabytes,
     format_binary_bytes,
     format_decimal,
+    format_duration,
     format_gibibytes,
     format_gigabytes,
     format_seconds,
@@ -55,6 +56,12 @@ def test_decimal_prefixes() -> None:
     assert format_decimal(75.2e9, "FLOP/s") == "75.2 GFLOP/s"
     assert format_decimal(3, "B") == "3 B"
     assert format_decimal(999.9e12, "FLOP/s") == "1 PFLOP/s"
+
+
+def test_durations_have_two_units() -> None:
+    shown = {0.4: "0 s", 59.7: "1 min", 61: "1 min 1 s", 3599.9: "1 h", 3725: "1 h 2 min"}
+    shown |= {86_399.9: "1 d", 90_000: "1 d 1 h"}
+    assert {seconds: format_duration(seconds) for seconds in shown} == shown
 
 
 def test_sizes_are_read_in_both_systems() -> None:

@@ -9,11 +9,12 @@ from paceline.accounting.attention.cost import attention_flops
 from paceline.benchmarks.attention.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.attention.timer import time_passes, timer_for
-from paceline.benchmarks.harness.devices import HardwareLocation, resolve_device
+from paceline.benchmarks.harness.devices import resolve_device
 from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress
 from paceline.core.host_memory import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
+from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric
 

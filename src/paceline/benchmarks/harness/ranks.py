@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.benchmarks.harness.config import RankSweep
-from paceline.benchmarks.harness.devices import describe_hardware, resolve_device
+from paceline.benchmarks.harness.devices import resolve_device
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import CaseValue, Record
 from paceline.records.environment import threads_per_rank
 

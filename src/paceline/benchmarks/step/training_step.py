@@ -16,13 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
-from paceline.benchmarks.harness.devices import (
-    TORCH_DTYPES,
-    HardwareLocation,
-    describe_hardware,
-    peak_flops,
-    resolve_device,
-)
+from paceline.benchmarks.harness.devices import TORCH_DTYPES, resolve_device
 from paceline.benchmarks.harness.isolated_sweep import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Progress, Stopwatch, sample
 from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
@@ -33,6 +27,7 @@ from paceline.core.specs import precision_preset
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
+from paceline.parallel.ranks.hardware import HardwareLocation, describe_hardware, peak_flops
 from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric, model_case_fields
 

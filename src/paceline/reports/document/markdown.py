@@ -71,6 +71,8 @@ def _block_lines(block: Block) -> list[str]:
     for picture in block.pictures:
         description = _text(picture.description)
         lines += [f"![{description}]({_PICTURES}/{picture.name}.svg)", ""]
+    if block.listing:
+        lines += ["```text", block.listing, "```", ""]
     lines += [f"- {_text(finding.text)}" for finding in block.findings]
     lines += [""] if block.findings else []
     for environment in block.environments:

@@ -1,4 +1,4 @@
-"""What a report consists of, before it is a page: sections, their parts, and blocks of findings.
+"""What a report or a page consists of: sections, their parts, and blocks of findings.
 
 Plain data: how it looks is decided by whoever renders it.
 """
@@ -31,6 +31,8 @@ class Block:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     working: tuple[Explanation, ...] = ()
+    listing: str = ""
+    """A file or a text, line by line as it is."""
     findings: tuple[Finding, ...] = ()
     """What the figures of the block say."""
     environments: tuple[str, ...] = ()
@@ -77,3 +79,20 @@ class Report:
     sections: tuple[Section, ...]
     key_findings: tuple[tuple[Section, Finding], ...] = ()
     """What to read first, each with the section that it is from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """One aspect of what a page is about."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """What there is to see of one thing, such as a run."""
+
+    title: str
+    summary: tuple[str, ...]
+    chapters: tuple[Chapter, ...]

@@ -53,7 +53,9 @@ def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
     """Returns a line for every environment that the records come from."""
     times: dict[str, list[str]] = {}
     for record in records:
-        times.setdefault(_machine(record.environment), []).append(record.environment.time)
+        times.setdefault(describe_environment(record.environment), []).append(
+            record.environment.time
+        )
     lines = []
     for machine, found in times.items():
         days = sorted({time[:10] for time in found})
@@ -62,15 +64,8 @@ def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _hardware(environment: Environment) -> str:
-    memory = ""
-    if environment.memory_bytes is not None:
-        memory = f", {format_gibibytes(to_gibibytes(environment.memory_bytes), 1)}"
-    processors = f"{environment.processor} ({environment.num_processors} processors{memory})"
-    return "; ".join((processors, *environment.devices))
-
-
-def _machine(environment: Environment) -> str:
+def describe_environment(environment: Environment) -> str:
+    """Returns the hardware and the software of an environment in one line."""
     packages = (f"{name} {version}" for name, version in environment.packages.items())
     software = ", ".join((f"Python {environment.python}", *packages))
     version = f"paceline {environment.paceline}"
@@ -78,3 +73,11 @@ def _machine(environment: Environment) -> str:
         changed = ", modified" if environment.modified else ""
         version += f" at {environment.commit[:10]}{changed}"
     return "; ".join((_hardware(environment), software, environment.platform, version))
+
+
+def _hardware(environment: Environment) -> str:
+    memory = ""
+    if environment.memory_bytes is not None:
+        memory = f", {format_gibibytes(to_gibibytes(environment.memory_bytes), 1)}"
+    processors = f"{environment.processor} ({environment.num_processors} processors{memory})"
+    return "; ".join((processors, *environment.devices))

@@ -217,6 +217,17 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _bytes_column("gradients", "gradient_bytes"),
         _bytes_column("peak before optimizer", "peak_before_optimizer_bytes"),
     ),
+    ("training_run", "time"): (
+        _number_column("loss", "loss", ".4f"),
+        _number_column("held-out loss", "heldout_loss", ".4f"),
+        _number_column("bits per byte", "bits_per_byte", ".4f"),
+        _number_column("tokens/s", "tokens_per_s", ",.0f"),
+        _time_column("step"),
+        _column("predicted step (ms)", "predicted_step_time_s", _in_milliseconds),
+        _time_column("exposed", "exposed_communication_s"),
+        _number_column("MFU", "model_flops_utilization", ".1%"),
+        _bytes_column("memory", "memory_bytes"),
+    ),
     ("comm", "time"): (
         _time_column("time", "time_s"),
         _decimal_column("algorithm bandwidth", "algorithm_bandwidth_bytes_per_s", "B/s"),

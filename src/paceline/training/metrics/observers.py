@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: the file of metrics, a log, trackers.
+"""Who is told what happens in a run: the file of metrics, a log or a panel, trackers.
 
 An observer that fails must not end a run of days: it is named once, and not told any more.
 """
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.core.units import format_decimal, format_seconds
+from paceline.core.units import format_decimal, format_duration, format_seconds
+from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.rows import (
     STARTED,
     EvaluationRow,
@@ -23,6 +24,9 @@ class Observer(Protocol):
 
     def note(self, row: MetricsRow) -> None:
         """Takes a row."""
+
+    def close(self) -> None:
+        """Takes leave: there will be no more rows, however the run has ended."""
 
 
 class FileObserver:
@@ -41,27 +45,27 @@ class FileObserver:
             self._metrics.keep_up_to(row.step)
         self._metrics.append(row)
 
+    def close(self) -> None:
+        """Has nothing left to write."""
+
 
 class LogObserver:
     """Prints a line every few steps, and every evaluation and event.
 
     Args:
         every_steps: Steps between lines.
-        num_steps: Steps of the run.
-        tokens_per_step: Tokens of all ranks.
+        expected: What is known of the run beforehand.
         write: Takes a line; stderr by default.
     """
 
     def __init__(
         self,
         every_steps: int,
-        num_steps: int,
-        tokens_per_step: int,
+        expected: Expectation,
         write: Callable[[str], object] = sys.stderr.write,
     ) -> None:
         self._every_steps = every_steps
-        self._num_steps = num_steps
-        self._tokens_per_step = tokens_per_step
+        self._expected = expected
         self._write = write
         self._recent: list[StepRow] = []
 
@@ -78,7 +82,7 @@ class LogObserver:
                 self._write(f"step {row.step:,}  sample: {row.sample!r}\n")
         else:
             self._recent.append(row)
-            if row.step % self._every_steps == 0 or row.step == self._num_steps:
+            if row.step % self._every_steps == 0 or row.step == self._expected.num_steps:
                 self._write(self._line())
                 self._recent.clear()
 
@@ -87,13 +91,18 @@ class LogObserver:
         last, number = self._recent[-1], len(self._recent)
         loss = sum(row.loss for row in self._recent) / number
         step_time_s = sum(row.step_time_s for row in self._recent) / number
-        left_s = (self._num_steps - last.step) * step_time_s
+        num_steps, predicted_s = self._expected.num_steps, self._expected.step_time_s
+        left_s = (num_steps - last.step) * step_time_s
+        predicted = "" if predicted_s is None else f" (predicted {format_seconds(predicted_s)})"
         return (
-            f"step {last.step:,} of {self._num_steps:,}  loss {loss:.4f}  norm "
+            f"step {last.step:,} of {num_steps:,}  loss {loss:.4f}  norm "
             f"{last.gradient_norm:.3g}  lr {last.learning_rate:.3g}  "
-            f"{format_decimal(self._tokens_per_step / step_time_s, 'tokens/s')}  step "
-            f"{format_seconds(step_time_s)}  left {format_seconds(left_s)}\n"
+            f"{format_decimal(self._expected.tokens_per_s(step_time_s), 'tokens/s')}  step "
+            f"{format_seconds(step_time_s)}{predicted}  left {format_duration(left_s)}\n"
         )
+
+    def close(self) -> None:
+        """Has nothing left to print."""
 
 
 class Observers:
@@ -101,23 +110,37 @@ class Observers:
 
     Args:
         observers: Those to tell, in order.
-        warn: Takes a line about one that has failed.
+        warn: Takes a line about one that has failed; stderr by default.
     """
 
     def __init__(
-        self, observers: Sequence[Observer], warn: Callable[[str], object] = sys.stderr.write
+        self, observers: Sequence[Observer], warn: Callable[[str], object] | None = None
     ) -> None:
         self._observers = list(observers)
-        self._warn = warn
+        self._warn = warn or _say
 
     def note(self, row: MetricsRow) -> None:
         """Tells everyone who still listens."""
+        self._tell(f"at step {row.step}", lambda observer: observer.note(row))
+
+    def close(self) -> None:
+        """Lets everyone finish."""
+        self._tell("at the end", lambda observer: observer.close())
+        self._observers.clear()
+
+    def _tell(self, when: str, tell: Callable[[Observer], None]) -> None:
         for observer in tuple(self._observers):
             try:
-                observer.note(row)
+                tell(observer)
             except Exception as error:
                 self._observers.remove(observer)
+                reason = " ".join(str(error).split()) or type(error).__name__
                 self._warn(
-                    f"paceline: {type(observer).__name__} failed at step {row.step} and is told "
-                    f"nothing any more; training goes on: {error}\n"
+                    f"paceline: {type(observer).__name__} failed {when} and is told nothing any "
+                    f"more; training goes on: {reason}\n"
                 )
+
+
+def _say(line: str) -> None:
+    """Writes to what is stderr at that moment: a panel puts something else in its place."""
+    sys.stderr.write(line)

@@ -7,7 +7,9 @@ import msgspec
 from paceline.records.row_file import RowFile
 
 
-class StepRow(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
+class StepRow(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"
+):
     """One training step, as all ranks agree on it."""
 
     step: int
@@ -25,6 +27,10 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="
     """Position in the stream of samples at which the batch begins."""
     data_digest: str
     """Digest of the batch's samples, so that what was trained on can be checked afterwards."""
+    exposed_communication_s: float | None = None
+    """Of that, waiting for other ranks' gradients; looked at every few steps."""
+    memory_bytes: int | None = None
+    """Of the first rank: resident, or the peak of a GPU's tensors; looked at every few steps."""
 
 
 class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
@@ -35,18 +41,28 @@ class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation",
     bits_per_byte: float
     sample: str | None = None
     """How the model continues the prompt."""
+    time_s: float | None = None
+    """How long training stood still for it."""
 
 
-class EventRow(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):
-    """Something that happened once: started, resumed, saved, stopped."""
+class EventRow(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="event", tag_field="kind"
+):
+    """Something that happened once: started, saved, stopped."""
 
     step: int
     name: str
     message: str
+    time_s: float | None = None
+    """How long training stood still for it."""
 
 
 STARTED = "started"
 """The event with which every attempt of a run begins."""
+SAVED = "saved"
+"""The event of a checkpoint."""
+FINISHED = "finished"
+"""The event after the last step."""
 
 MetricsRow = StepRow | EvaluationRow | EventRow
 

@@ -20,8 +20,9 @@ from paceline.benchmarks.attention.measure import (
 )
 from paceline.benchmarks.attention.run import AttentionRun
 from paceline.benchmarks.attention.timer import do_bench_samples
-from paceline.benchmarks.harness.devices import TORCH_DTYPES, HardwareLocation
+from paceline.benchmarks.harness.devices import TORCH_DTYPES
 from paceline.core.units import MIB
+from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import find_kind
 
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ import torch
 
 from paceline.accounting import count_parameters, flops_per_token, minimum_step_bytes
 from paceline.benchmarks.harness.config import ShapeOverrides
-from paceline.benchmarks.harness.devices import HardwareLocation, peak_flops
 from paceline.benchmarks.step.config import StepCase, StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep, measure_step, step_case_fields
 from paceline.core import precision_preset
 from paceline.core.specs import Phase
+from paceline.parallel.ranks.hardware import HardwareLocation, peak_flops
 from paceline.records import find_kind
 
 SWEEP = StepSweep(

@@ -1,0 +1,59 @@
+"""The hardware that a rank runs on: its name, its peak, its memory."""
+
+import contextlib
+import dataclasses
+
+import torch
+
+from paceline.core.device_table import find_device
+from paceline.core.errors import HardwareError
+from paceline.core.host_memory import host_limit_bytes
+from paceline.core.specs import DType, Precision
+from paceline.records.environment import processor_name
+from paceline.records.links import link_case_fields
+from paceline.records.schema import CaseValue
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardwareLocation:
+    """The hardware that a case runs on, as its record has it."""
+
+    device: str
+    """cpu or cuda."""
+    hardware: str
+    """Name in the hardware table; else the driver's or the processor's own name."""
+    threads: int
+    """Threads that a CPU operation may use."""
+
+    def as_case(self) -> dict[str, CaseValue]:
+        """Returns the fields of a record's case, with the links where the lab shapes them."""
+        return {**dataclasses.asdict(self), **link_case_fields()}
+
+
+def describe_hardware(device: torch.device) -> HardwareLocation:
+    """Names the hardware behind a device."""
+    hardware = processor_name()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+        # Where the table does not hold it, the driver's own name is still the truth.
+        with contextlib.suppress(HardwareError):
+            hardware = find_device(hardware).name
+    return HardwareLocation(device=device.type, hardware=hardware, threads=torch.get_num_threads())
+
+
+def peak_flops(location: HardwareLocation, precision: Precision) -> float | None:
+    """Returns the dense peak for this precision, or None where no document states it."""
+    dtype: DType = precision.compute
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        dtype = "tfloat32"
+    try:
+        return find_device(location.hardware).peak(dtype).value
+    except HardwareError:
+        return None
+
+
+def memory_limit_bytes(device: torch.device) -> int | None:
+    """Returns the memory of a GPU, or of the host; None where nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_limit_bytes()

@@ -1,0 +1,60 @@
+"""What the pictures of a run share: colours, thinned and smoothed lines, marks."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paceline.reports.evidence.training_run import TrainingRun
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
+
+MEASURED, PREDICTED, RESUMED = COLORS[0], COLORS[1], COLORS[3]
+Middle = Callable[[Sequence[float]], float]
+"""A mean or a median."""
+_MOST_POINTS = 600
+_SMOOTHED_PARTS = 50
+"""A point of a smoothed line is the middle of one part in so many of the run."""
+
+
+def run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
+    """Returns an empty picture of a run."""
+    figure = blank_figure(title, (8.0, 4.2))
+    axes = figure.subplots()
+    tokens = f"{run.expected.tokens_per_step:,} tokens per step"
+    axes.set_title(f"{run.name}, {tokens}".replace("$", r"\$"), fontsize="small", color=GRAY)
+    add_grid(axes, "y")
+    return figure, axes
+
+
+def mark_resumptions(axes: Axes, run: TrainingRun, *, has_label: bool = True) -> None:
+    """Draws a line where the run was started again."""
+    for number, step in enumerate(run.resumptions):
+        label = "resumed" if has_label and number == 0 else None
+        axes.axvline(step, color=RESUMED, linestyle=":", linewidth=1.2, label=label)
+
+
+def thinned(
+    places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
+) -> tuple[list[float], list[float]]:
+    """Returns a line of few enough points to be drawn, each the middle of its neighbours."""
+    groups = min(len(values), _MOST_POINTS)
+    borders = [number * len(values) // groups for number in range(groups + 1)] if groups else [0]
+    spans = list(itertools.pairwise(borders))
+    return (
+        [statistics.fmean(places[begin:end]) for begin, end in spans],
+        [middle(values[begin:end]) for begin, end in spans],
+    )
+
+
+def smoothed(
+    places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
+) -> tuple[list[float], list[float]]:
+    """Returns a line whose points are the middle of a fixed part of the run around them."""
+    thin_places, thin_values = thinned(places, values, middle)
+    reach = max(1, len(thin_values) // (2 * _SMOOTHED_PARTS))
+    return thin_places, [
+        middle(thin_values[max(0, place - reach) : place + reach + 1])
+        for place in range(len(thin_values))
+    ]

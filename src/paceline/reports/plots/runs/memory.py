@@ -1,0 +1,47 @@
+"""Memory of a run beside its prediction and its limit."""
+
+from matplotlib.figure import Figure
+
+from paceline.core.units import format_binary_bytes
+from paceline.reports.evidence.training_run import TrainingRun
+from paceline.reports.plots.runs.lines import MEASURED, PREDICTED, run_figure, thinned
+from paceline.reports.plots.style import GRAY, memory_unit
+
+_FAR = 3.0
+"""Beyond so many times what is in use, a limit is not drawn."""
+
+
+def plot_memory(run: TrainingRun) -> Figure | None:
+    """Draws the memory of the first rank, what was predicted, and the limit where it is near."""
+    seen = [(row.step, row.memory_bytes) for row in run.steps if row.memory_bytes is not None]
+    if not seen:
+        return None
+    figure, axes = run_figure("Memory of the first rank", run)
+    expected, most = run.expected, max(num_bytes for _, num_bytes in seen)
+    unit, name = memory_unit(most)
+    axes.plot(
+        *thinned([step for step, _ in seen], [num_bytes / unit for _, num_bytes in seen]),
+        "o-",
+        color=MEASURED,
+        markersize=3,
+        label=f"in use, at most {format_binary_bytes(most)}",
+    )
+    axes.axhline(
+        expected.memory_bytes / unit,
+        color=PREDICTED,
+        linestyle="--",
+        label=f"predicted for its tensors: {format_binary_bytes(expected.memory_bytes)}",
+    )
+    limit = expected.memory_limit_bytes
+    if limit is not None:
+        axes.axhline(
+            limit / unit, color=GRAY, linestyle=":", label=f"limit {format_binary_bytes(limit)}"
+        )
+    # A limit that is far away would flatten everything else: its number in the legend is enough.
+    highest = max(most, expected.memory_bytes)
+    near = limit is not None and limit < _FAR * highest
+    axes.set_ylim(0, 1.25 * (limit if near and limit is not None else highest) / unit)
+    axes.set_ylabel(f"memory ({name})")
+    axes.set_xlabel("step")
+    axes.legend()
+    return figure

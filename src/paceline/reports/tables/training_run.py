@@ -1,0 +1,98 @@
+"""A training run as tables: what came of it, where its time went, what happened."""
+
+import dataclasses
+
+from paceline.core.units import format_binary_bytes, format_duration, format_seconds
+from paceline.reports.evidence.training_run import TrainingRun
+from paceline.reports.tables.columns import with_interval
+from paceline.reports.tables.table import Table
+from paceline.reports.tables.terminal import NOT_APPLICABLE
+from paceline.training.metrics.summary import phase_times, run_metrics
+
+_MOST_ROWS = 40
+"""Of evaluations and events; the newest are shown."""
+
+
+def outcome_table(run: TrainingRun) -> Table:
+    """Returns what was measured of the run, beside what was predicted where anything was."""
+    metrics, expected = run_metrics(run.rows, run.expected), run.expected
+    written = {
+        "loss": ("loss, mean of the last steps", "{:.4f}".format),
+        "heldout_loss": ("held-out loss", "{:.4f}".format),
+        "bits_per_byte": ("held-out bits per byte", "{:.4f}".format),
+        "tokens": ("tokens", "{:,.0f}".format),
+        "tokens_per_s": ("tokens per second", "{:,.0f}".format),
+        "step_time_s": ("step time, median", format_seconds),
+        "exposed_communication_s": ("exposed communication per step", format_seconds),
+        "model_flops_utilization": ("model FLOPs utilization", "{:.1%}".format),
+        "memory_bytes": ("memory of the first rank", format_binary_bytes),
+    }
+    predicted = {"memory_bytes": f"{format_binary_bytes(expected.memory_bytes)} of tensors"}
+    if expected.step_time_s is not None:
+        predicted["step_time_s"] = format_seconds(expected.step_time_s)
+        predicted["tokens_per_s"] = f"{expected.tokens_per_s(expected.step_time_s):,.0f}"
+    return Table(
+        headers=("", "measured", "predicted"),
+        rows=tuple(
+            (label, with_interval(metrics[name], write), predicted.get(name, ""))
+            for name, (label, write) in written.items()
+            if name in metrics
+        ),
+        caption="What came of the run, beside what was predicted",
+    )
+
+
+def phases_table(run: TrainingRun) -> Table:
+    """Returns where the time went."""
+    times = phase_times(run.rows)
+    names = {
+        "compute_s": "compute: forward, backward, optimizer",
+        "exposed_communication_s": "exposed communication",
+        "data_wait_s": "waiting for data",
+        "evaluation_s": "evaluation",
+        "checkpoint_s": "checkpoint: standing still for it",
+    }
+    return Table(
+        headers=("phase", "time", "share"),
+        rows=tuple(
+            (names[field], format_duration(seconds), f"{seconds / times.total_s:.1%}")
+            for field, seconds in dataclasses.asdict(times).items()
+        ),
+        caption="Time by phase, of the steps that count: what was lost to a kill is not among them",
+        notes=(
+            "Exposed communication is extrapolated from the steps that were looked at, one in "
+            "logging.every_steps.",
+        ),
+    )
+
+
+def evaluations_table(run: TrainingRun) -> Table:
+    """Returns the newest evaluations."""
+    return Table(
+        headers=("step", "held-out loss", "bits per byte", "time"),
+        rows=tuple(
+            (f"{row.step:,}", f"{row.loss:.4f}", f"{row.bits_per_byte:.4f}", _seconds(row.time_s))
+            for row in run.evaluations[-_MOST_ROWS:]
+        ),
+        caption=_caption("Evaluations", len(run.evaluations)),
+    )
+
+
+def events_table(run: TrainingRun) -> Table:
+    """Returns the newest events."""
+    return Table(
+        headers=("step", "event", "message", "training stood still"),
+        rows=tuple(
+            (f"{row.step:,}", row.name, row.message, _seconds(row.time_s))
+            for row in run.events[-_MOST_ROWS:]
+        ),
+        caption=_caption("Events", len(run.events)),
+    )
+
+
+def _seconds(time_s: float | None) -> str:
+    return NOT_APPLICABLE if time_s is None else format_seconds(time_s)
+
+
+def _caption(what: str, number: int) -> str:
+    return what if number <= _MOST_ROWS else f"{what}: the last {_MOST_ROWS} of {number:,}"

@@ -1,0 +1,212 @@
+"""A run in a terminal: one panel that is drawn anew while it trains, and stays when it ends."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.box import ROUNDED
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.plan import Estimate
+from paceline.core.units import format_binary_bytes, format_decimal, format_duration, format_seconds
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.progress import Progress
+from paceline.training.metrics.rows import MetricsRow, StepRow
+
+_PAUSE_S = 0.1
+"""Between two drawings: steps of a small model are faster than eyes."""
+_WIDEST = 100
+_SPARK = "▁▂▃▄▅▆▇█"
+_SPARK_POINTS = 24
+
+
+class PanelObserver:
+    """Draws where a run stands.
+
+    Args:
+        name: Of the run.
+        expected: What is known of the run beforehand.
+        console: A terminal.
+    """
+
+    def __init__(self, name: str, expected: Expectation, console: Console) -> None:
+        self._progress = Progress(expected)
+        self._name = name
+        self._drawn = -_PAUSE_S
+        # Drawn only when told something: a thread of its own would take time from training.
+        self._live = Live(console=console, auto_refresh=False)
+
+    def note(self, row: MetricsRow) -> None:
+        """Takes a row, and draws unless it has just done so."""
+        self._progress.note(row)
+        if not self._live.is_started:
+            self._live.start()
+        now = time.monotonic()
+        if not isinstance(row, StepRow) or now - self._drawn >= _PAUSE_S:
+            self._drawn = now
+            self._draw()
+
+    def close(self) -> None:
+        """Draws the end, below which the terminal goes on."""
+        if self._live.is_started:
+            self._draw()
+            self._live.stop()
+
+    def _draw(self) -> None:
+        self._live.update(RunPanel(self._name, self._progress), refresh=True)
+
+
+class RunPanel:
+    """How the state of a run is laid out.
+
+    Args:
+        name: Of the run.
+        progress: Its state.
+    """
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name = name
+        self._progress = progress
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Writes one line per quantity, and the last events below."""
+        progress, expected = self._progress, self._progress.expected
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(style="bold", no_wrap=True)
+        lines.add_column(overflow="fold")
+        lines.add_row("", ProgressBar(total=expected.num_steps, completed=progress.step))
+        for label, text in run_lines(progress, has_blocks=not options.ascii_only):
+            lines.add_row(label, Text(text))
+        for number, event in enumerate(progress.events):
+            said = Text(f"{event.name} {event.message}", style="dim")
+            lines.add_row("" if number else "events", said)
+        yield Panel(
+            lines,
+            box=ROUNDED,
+            title=Text(f"{self._name}: step {progress.step:,} of {expected.num_steps:,}"),
+            title_align="left",
+            width=min(options.max_width, _WIDEST),
+        )
+
+
+def run_lines(progress: Progress, *, has_blocks: bool = True) -> list[tuple[str, str]]:
+    """Returns what is known of a run as labels and texts; what is not known has no line.
+
+    Args:
+        progress: The run.
+        has_blocks: Whether the terminal can draw the course of the loss.
+    """
+    made = {
+        "loss": _loss(progress, has_blocks),
+        "held-out": _held_out(progress),
+        "update": _update(progress),
+        "speed": _speed(progress),
+        "step": _step_time(progress),
+        "waits": _waits(progress),
+        "memory": _memory(progress),
+        "left": _left(progress),
+    }
+    return [(label, text) for label, text in made.items() if text]
+
+
+def _loss(progress: Progress, has_blocks: bool) -> str:
+    if progress.loss is None:
+        return ""
+    parts = [f"{progress.loss:.4f}"]
+    if progress.trend is not None:
+        change, steps = progress.trend
+        direction = f"{'falling' if change < 0 else 'rising'} {abs(change):.2%}"
+        parts.append(f"{direction if change else 'level'} in {steps} steps")
+    if has_blocks:
+        parts.append(sparkline(progress.losses.points(_SPARK_POINTS)))
+    return "  ".join(parts)
+
+
+def _update(progress: Progress) -> str:
+    if progress.last is None:
+        return ""
+    norm, rate = progress.last.gradient_norm, progress.last.learning_rate
+    return f"norm of the gradients {norm:.3g}, learning rate {rate:.3g}"
+
+
+def _held_out(progress: Progress) -> str:
+    row = progress.evaluation
+    if row is None:
+        return ""
+    return f"{row.loss:.4f}, {row.bits_per_byte:.4f} bits per byte, at step {row.step:,}"
+
+
+def _speed(progress: Progress) -> str:
+    if progress.step_time is None:
+        return ""
+    step_time_s = progress.step_time.value
+    text = format_decimal(progress.expected.tokens_per_s(step_time_s), "tokens/s")
+    utilization = progress.expected.utilization(step_time_s)
+    return text if utilization is None else f"{text}, MFU {utilization:.1%}"
+
+
+def _step_time(progress: Progress) -> str:
+    measured, predicted_s = progress.step_time, progress.expected.step_time_s
+    if measured is None:
+        return ""
+    text = _with_interval(measured, format_seconds)
+    if predicted_s is None:
+        return text
+    error = measured.value / predicted_s - 1
+    return f"{text}; predicted {format_seconds(predicted_s)}, measured {error:+.0%}"
+
+
+def _waits(progress: Progress) -> str:
+    if progress.step_time is None or progress.data_wait_s is None:
+        return ""
+    waits = {
+        "data": progress.data_wait_s,
+        "exposed communication": progress.exposed_communication_s,
+    }
+    return ", ".join(
+        f"{name} {format_seconds(wait_s)} ({wait_s / progress.step_time.value:.1%})"
+        for name, wait_s in waits.items()
+        if wait_s is not None
+    )
+
+
+def _memory(progress: Progress) -> str:
+    if progress.memory_bytes is None:
+        return ""
+    text, limit = format_binary_bytes(progress.memory_bytes), progress.expected.memory_limit_bytes
+    if limit is not None:
+        text += f" of {format_binary_bytes(limit)} ({progress.memory_bytes / limit:.0%})"
+    return f"{text}; tensors predicted {format_binary_bytes(progress.expected.memory_bytes)}"
+
+
+def _left(progress: Progress) -> str:
+    if progress.left is None or progress.step >= progress.expected.num_steps:
+        return ""
+    return _with_interval(progress.left, format_duration)
+
+
+def _with_interval(estimate: Estimate, write: Callable[[float], str]) -> str:
+    if estimate.low is None or estimate.high is None:
+        return write(estimate.value)
+    return f"{write(estimate.value)} ({write(estimate.low)} to {write(estimate.high)})"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draws values as blocks, the highest fifth of them alike.
+
+    Losses fall fast at first: were the first one the top, all others would be at the bottom.
+    """
+    if not values:
+        return ""
+    low, high = min(values), sorted(values)[len(values) * 4 // 5]
+    if low == high:
+        return _SPARK[0] * len(values)
+    top = len(_SPARK) - 1
+    heights = [min(1.0, (value - low) / (high - low)) for value in values]
+    return "".join(_SPARK[round(height * top)] for height in heights)

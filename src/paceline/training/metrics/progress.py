@@ -1,0 +1,156 @@
+"""Where a run stands: what its rows say at any moment, in a bounded amount of memory."""
+
+import collections
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from paceline.core.plan import Estimate
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, MetricsRow, StepRow
+
+_RECENT_STEPS = 100
+_SMOOTHED_STEPS = 20
+_FEWEST_STEPS = 8
+"""Of which a spread or a trend is believed."""
+_STANDARD_ERRORS = 2.0
+_EVENTS = 4
+
+
+class Progress:
+    """Follows a run.
+
+    Args:
+        expected: What is known of the run beforehand.
+    """
+
+    def __init__(self, expected: Expectation) -> None:
+        self.expected = expected
+        self.step = 0
+        self.losses = History()
+        self.evaluation: EvaluationRow | None = None
+        self.events: collections.deque[EventRow] = collections.deque(maxlen=_EVENTS)
+        self.memory_bytes: int | None = None
+        self.last: StepRow | None = None
+        self._recent: collections.deque[StepRow] = collections.deque(maxlen=_RECENT_STEPS)
+        self._is_first = True
+
+    def note(self, row: MetricsRow) -> None:
+        """Takes a row."""
+        self.step = row.step
+        if isinstance(row, EventRow):
+            self.events.append(row)
+            self._is_first = self._is_first or row.name == STARTED
+        elif isinstance(row, EvaluationRow):
+            self.evaluation = row
+        else:
+            self._note_step(row)
+
+    def _note_step(self, row: StepRow) -> None:
+        self.last = row
+        self.losses.append(row.loss)
+        if row.memory_bytes is not None:
+            self.memory_bytes = row.memory_bytes
+        # The first step of an attempt warms up: its time says nothing of the others'.
+        if not self._is_first:
+            self._recent.append(row)
+        self._is_first = False
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the last steps: a single loss is mostly noise."""
+        losses = [row.loss for row in self._recent][-_SMOOTHED_STEPS:]
+        if losses:
+            return statistics.fmean(losses)
+        return None if self.last is None else self.last.loss
+
+    @property
+    def trend(self) -> tuple[float, int] | None:
+        """By which part the loss changes in so many steps; 0 where that is within its noise."""
+        half = len(self._recent) // 2
+        if half < _FEWEST_STEPS:
+            return None
+        losses = [row.loss for row in self._recent]
+        before, after = losses[-2 * half : -half], losses[-half:]
+        change = statistics.fmean(after) - statistics.fmean(before)
+        noise = math.sqrt((statistics.variance(before) + statistics.variance(after)) / half)
+        if abs(change) < _STANDARD_ERRORS * noise:
+            return 0.0, half
+        return change / statistics.fmean(before), half
+
+    @property
+    def step_time(self) -> Estimate | None:
+        """Median of the last steps, between the tenth and the ninetieth percentile."""
+        times = [row.step_time_s for row in self._recent]
+        if not times:
+            return None
+        if len(times) < _FEWEST_STEPS:
+            return Estimate(value=statistics.median(times))
+        tenths = statistics.quantiles(times, n=10, method="inclusive")
+        return Estimate(value=statistics.median(times), low=tenths[0], high=tenths[-1])
+
+    @property
+    def data_wait_s(self) -> float | None:
+        """Median of the last steps."""
+        return statistics.median(row.data_wait_s for row in self._recent) if self._recent else None
+
+    @property
+    def exposed_communication_s(self) -> float | None:
+        """Median of those of the last steps that were looked at."""
+        waits = [row.exposed_communication_s for row in self._recent]
+        known = [wait_s for wait_s in waits if wait_s is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def left(self) -> Estimate | None:
+        """Seconds to the last step, with an interval of 95% if steps go on as the last ones did.
+
+        The mean of the last steps is itself uncertain, and every step to come adds its own
+        deviation.
+        """
+        times = [row.step_time_s for row in self._recent]
+        if not times:
+            return None
+        remaining = self.expected.num_steps - self.step
+        value = remaining * statistics.fmean(times)
+        if len(times) < _FEWEST_STEPS:
+            return Estimate(value=value)
+        error = math.sqrt(remaining**2 / len(times) + remaining) * statistics.stdev(times)
+        either_way = _STANDARD_ERRORS * error
+        return Estimate(value=value, low=max(0.0, value - either_way), high=value + either_way)
+
+
+class History:
+    """A run's losses in at most so many means of equally many steps.
+
+    Args:
+        most: At which number neighbours are joined, so that half of it is left.
+    """
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._per_mean = 1
+        self._means: list[float] = []
+        self._pending: list[float] = []
+
+    def append(self, value: float) -> None:
+        """Adds a step's loss."""
+        self._pending.append(value)
+        if len(self._pending) < self._per_mean:
+            return
+        self._means.append(statistics.fmean(self._pending))
+        self._pending.clear()
+        if len(self._means) == self._most:
+            self._means = _joined(self._means, self._most // 2)
+            self._per_mean *= 2
+
+    def points(self, number: int) -> list[float]:
+        """Returns the course of the losses in at most so many points."""
+        return _joined(self._means, min(number, len(self._means)))
+
+
+def _joined(values: Sequence[float], number: int) -> list[float]:
+    """Returns the means of a number of neighbouring groups, as equal in size as can be."""
+    borders = [index * len(values) // number for index in range(number + 1)] if number else [0]
+    return [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(borders)]

@@ -1,0 +1,83 @@
+"""A finished run as a record, so that runs are laid beside each other like any measurement."""
+
+import pathlib
+
+import torch
+
+from paceline.core.presets import model_preset
+from paceline.core.specs import BatchShape
+from paceline.kernels.attention.api import resolve_implementation
+from paceline.parallel import Session
+from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.records import CaseValue, Record, RecordStore, capture_environment
+from paceline.records.schema import model_case_fields
+from paceline.training.config import RunConfig
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import FINISHED, EventRow, MetricsFile, MetricsRow
+from paceline.training.metrics.summary import run_metrics
+from paceline.training.run_files import METRICS, RECORD
+
+
+class RecordObserver:
+    """Appends the record of a run when it has finished.
+
+    Args:
+        config: The run.
+        session: The first rank.
+        expected: What is known of the run beforehand.
+    """
+
+    def __init__(self, config: RunConfig, session: Session, expected: Expectation) -> None:
+        self._config = config
+        self._session = session
+        self._expected = expected
+
+    def note(self, row: MetricsRow) -> None:
+        """Reads the rows of all attempts when the last step is done."""
+        if not isinstance(row, EventRow) or row.name != FINISHED:
+            return
+        directory = pathlib.Path(self._config.out)
+        rows = list(MetricsFile(directory / METRICS).read())
+        RecordStore(directory / RECORD).append(
+            Record(
+                kind="training_run",
+                case=run_case(self._config, self._session),
+                environment=capture_environment(),
+                metrics=run_metrics(rows, self._expected),
+                outcome="ok",
+            )
+        )
+
+    def close(self) -> None:
+        """Has nothing left to write."""
+
+
+def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
+    """Returns everything that changes what is expected of a run's speed and loss."""
+    shape = config.model.shape
+    is_preset = shape == model_preset(config.model.preset)
+    batch = BatchShape(
+        num_sequences=config.training.micro_batch_size, context_length=config.data.context_length
+    )
+    location = describe_hardware(session.device)
+    strategy = config.parallel.strategy if session.world_size > 1 else "none"
+    return {
+        "strategy": strategy,
+        "bucket_size_mb": config.parallel.bucket_size_for(strategy),
+        **model_case_fields(config.model.preset if is_preset else "custom", shape, batch),
+        "precision": config.training.precision,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "compile": "blocks" if config.model.compile_blocks else "none",
+        "activation_checkpointing": config.model.activation_checkpointing,
+        "attention": resolve_implementation("auto", location.device),
+        "optimizer": config.optimizer.name,
+        "world_size": session.world_size,
+        "num_hosts": session.placement.num_hosts,
+        "backend": session.backend,
+        **location.as_case(),
+        "steps": config.training.steps,
+        "batch_size": config.training.batch_size,
+        "learning_rate": config.optimizer.learning_rate,
+        "schedule": config.schedule.name,
+        "seed": config.training.seed,
+    }

@@ -1,0 +1,48 @@
+"""Trackers that get a run's metrics, too: each an extra of the package.
+
+Nothing leaves the machine unless its user says so in the tracker's own variables.
+"""
+
+import importlib
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+
+from paceline.core.errors import UsageError
+from paceline.training.config import RunConfig, SinkName
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.observers import Observer
+
+_SINKS: dict[SinkName, str] = {
+    "tensorboard": "TensorBoardSink",
+    "wandb": "WandbSink",
+    "mlflow": "MlflowSink",
+}
+"""By the name of the package, of the module here, and of the extra: the class in that module."""
+
+
+def require_sinks(names: Sequence[SinkName]) -> None:
+    """Raises unless the package of every tracker is installed."""
+    for name in names:
+        found = importlib.util.find_spec(name)
+        # A directory of that name, such as W&B makes, passes for a package without an origin.
+        if found is None or found.origin is None:
+            raise UsageError(
+                f"logging.sinks has {name}, which is not installed; "
+                f"`pip install 'paceline[{name}]'`, or take it out"
+            )
+
+
+def make_sinks(config: RunConfig, directory: pathlib.Path, expected: Expectation) -> list[Observer]:
+    """Makes the trackers of a run; they begin with its first row.
+
+    Args:
+        config: The run.
+        directory: Where they keep what they write.
+        expected: What is known of the run beforehand.
+    """
+    sinks = []
+    for name in config.logging.sinks:
+        module = importlib.import_module(f"paceline.training.metrics.sinks.{name}_sink")
+        sinks.append(getattr(module, _SINKS[name])(config, directory, expected))
+    return sinks

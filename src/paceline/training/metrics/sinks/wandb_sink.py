@@ -1,0 +1,64 @@
+"""Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` uploads it later."""
+
+import os
+import pathlib
+import uuid
+from typing import Any
+
+from paceline.training.config import RunConfig
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import MetricsRow
+from paceline.training.metrics.sinks.values import config_values, row_values
+
+_PROJECT = "paceline"
+
+
+class WandbSink:
+    """Logs to a run of W&B, the same one after every resumption.
+
+    Args:
+        config: The run.
+        directory: Of the run.
+        expected: What is known of the run beforehand.
+    """
+
+    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
+        self._config = config
+        self._directory = directory
+        self._expected = expected
+        self._run: Any = None
+
+    def note(self, row: MetricsRow) -> None:
+        """Logs the numbers of a row."""
+        if self._run is None:
+            self._run = self._open()
+        if values := row_values(row, self._expected):
+            # The step is a value like others: W&B's own counter never goes back, and a run that
+            # is resumed does.
+            self._run.log({"step": row.step, **values})
+
+    def close(self) -> None:
+        """Ends the run and waits until all is written."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _open(self) -> Any:
+        import wandb
+
+        place = self._directory / "wandb"
+        place.mkdir(parents=True, exist_ok=True)
+        name = place / "run-id"
+        if not name.exists():
+            name.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        run = wandb.init(
+            dir=str(self._directory),
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=self._directory.resolve().name,
+            id=name.read_text(encoding="utf-8"),
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=config_values(self._config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        run.define_metric("*", step_metric="step")
+        return run

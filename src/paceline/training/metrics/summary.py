@@ -1,0 +1,128 @@
+"""What all rows of a run say together: its metrics, and where its time went."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from paceline.records import Metric
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import SAVED, STARTED, EvaluationRow, MetricsRow, StepRow
+
+_LAST_STEPS = 20
+"""Whose mean is the loss at the end."""
+_MOST_SAMPLES = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseTimes:
+    """Where the time of a run went, in seconds; what was lost to a kill is not in it."""
+
+    compute_s: float
+    """Forward, backward, optimizer, and communication that these hid."""
+    exposed_communication_s: float
+    """Extrapolated from the steps that were looked at."""
+    data_wait_s: float
+    evaluation_s: float
+    checkpoint_s: float
+    """Training stood still while a checkpoint was begun."""
+
+    @property
+    def total_s(self) -> float:
+        """Everything."""
+        return math.fsum(dataclasses.astuple(self))
+
+
+def steps_of(rows: Iterable[MetricsRow]) -> list[StepRow]:
+    """Returns the rows of steps."""
+    return [row for row in rows if isinstance(row, StepRow)]
+
+
+def steady_steps(rows: Iterable[MetricsRow]) -> list[StepRow]:
+    """Returns the steps whose time is that of a step.
+
+    Left out are the first one of an attempt, which warms up, and what comes after an evaluation or
+    a checkpoint, whose time counts from before it.
+    """
+    steady, is_disturbed = [], True
+    for row in rows:
+        if isinstance(row, StepRow):
+            if not is_disturbed:
+                steady.append(row)
+            is_disturbed = False
+        else:
+            is_disturbed = True
+    return steady
+
+
+def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, Metric]:
+    """Returns the metrics of a run's record; empty before its first step."""
+    steps = steps_of(rows)
+    if not steps:
+        return {}
+    times = [row.step_time_s for row in steady_steps(rows) or steps]
+    step_time = Metric.from_samples(evenly(times, _MOST_SAMPLES))
+    metrics = {
+        "loss": Metric(value=statistics.fmean(row.loss for row in steps[-_LAST_STEPS:])),
+        "tokens": Metric(value=steps[-1].tokens),
+        "step_time_s": step_time,
+        "tokens_per_s": Metric(value=expected.tokens_per_s(step_time.value)),
+    }
+    evaluations = [row for row in rows if isinstance(row, EvaluationRow)]
+    if evaluations:
+        metrics["heldout_loss"] = Metric(value=evaluations[-1].loss)
+        metrics["bits_per_byte"] = Metric(value=evaluations[-1].bits_per_byte)
+    if expected.step_time_s is not None:
+        metrics["predicted_step_time_s"] = Metric(value=expected.step_time_s)
+    if (utilization := expected.utilization(step_time.value)) is not None:
+        metrics["model_flops_utilization"] = Metric(value=utilization)
+    exposed = [
+        row.exposed_communication_s for row in steps if row.exposed_communication_s is not None
+    ]
+    if exposed:
+        samples = evenly(exposed, _MOST_SAMPLES)
+        metrics["exposed_communication_s"] = Metric.from_samples(samples)
+    memory = [row.memory_bytes for row in steps if row.memory_bytes is not None]
+    if memory:
+        metrics["memory_bytes"] = Metric(value=max(memory))
+        metrics["predicted_memory_bytes"] = Metric(value=expected.memory_bytes)
+    return metrics
+
+
+def phase_times(rows: Sequence[MetricsRow]) -> PhaseTimes:
+    """Returns where the time of all steps, evaluations and checkpoints went."""
+    steps = steps_of(rows)
+    step_s = sum(row.step_time_s for row in steps)
+    data_wait_s = sum(row.data_wait_s for row in steps)
+    exposed = [
+        row.exposed_communication_s for row in steps if row.exposed_communication_s is not None
+    ]
+    exposed_s = statistics.fmean(exposed) * len(steps) if exposed else 0.0
+    # A step's time begins where the one before it ended: it holds what came between them. Nothing
+    # holds what came after the last step of an attempt.
+    evaluation_s = checkpoint_s = between_s = pending_s = 0.0
+    for row in rows:
+        if isinstance(row, StepRow):
+            between_s, pending_s = between_s + pending_s, 0.0
+        elif isinstance(row, EvaluationRow):
+            evaluation_s += row.time_s or 0.0
+            pending_s += row.time_s or 0.0
+        elif row.name == SAVED:
+            checkpoint_s += row.time_s or 0.0
+            pending_s += row.time_s or 0.0
+        elif row.name == STARTED:
+            pending_s = 0.0
+    return PhaseTimes(
+        compute_s=max(0.0, step_s - data_wait_s - exposed_s - between_s),
+        exposed_communication_s=exposed_s,
+        data_wait_s=data_wait_s,
+        evaluation_s=evaluation_s,
+        checkpoint_s=checkpoint_s,
+    )
+
+
+def evenly(values: Sequence[float], most: int) -> list[float]:
+    """Returns at most so many of the values, evenly spread over them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[index * len(values) // most] for index in range(most)]

@@ -1,0 +1,76 @@
+"""The page of a run: complete, self-contained, and possible at any moment."""
+
+import pathlib
+import re
+
+import msgspec
+import pytest
+
+from paceline.core.errors import RecordError, UsageError
+from paceline.records import capture_environment
+from paceline.reports.document.training_run import run_page, write_run_page
+from paceline.reports.evidence.training_run import read_run
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow
+from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+
+
+def _write(
+    directory: pathlib.Path, rows: list[MetricsRow], expected: Expectation | None = None
+) -> pathlib.Path:
+    directory.mkdir()
+    (directory / "config.toml").write_text('out = "<run>"\n', encoding="utf-8")
+    (directory / "environment.json").write_bytes(msgspec.json.encode(capture_environment()))
+    (directory / "expectation.json").write_bytes(msgspec.json.encode(expected or expectation()))
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    for row in rows:
+        metrics.append(row)
+    return directory
+
+
+def _rows() -> list[MetricsRow]:
+    rows: list[MetricsRow] = [started()]
+    for step in range(1, 101):
+        if step == 51:
+            rows.append(started(50))
+        rows.append(step_row(step, memory_bytes=2**29, exposed_communication_s=0.02))
+        if step % 25 == 0:
+            rows.append(evaluation_row(step, sample="once <upon> a time"))
+            rows.append(EventRow(step=step, name="saved", message=f"step {step}", time_s=0.3))
+    return [*rows, EventRow(step=100, name="finished", message="after step 100")]
+
+
+def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None:
+    known = expectation(step_time_s=0.4, peak_flops_per_s=1e10, memory_limit_bytes=2**30)
+    directory = _write(tmp_path / "run", _rows(), known)
+    write_run_page(directory, tmp_path / "pages" / "run.html")
+    page = (tmp_path / "pages" / "run.html").read_text(encoding="utf-8")
+    assert "Finished: 100 of 100 steps, resumed 1 time. Loss 4.0950, on held-out text" in page
+    assert "2 ktokens/s, 500 ms per step, predicted 400 ms." in page
+    assert page.count('<img src="data:image/svg+xml;base64,') == 6
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        *("Loss", "Speed", "Time by phase", "Memory", "Measured and predicted", "Events", "Config")
+    ]
+    assert "once &lt;upon&gt; a time" in page
+    assert "out = &#34;&lt;run&gt;&#34;" in page
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
+    # Pictures come first.
+    assert page.index("<img") < page.index("<table")
+
+
+def test_a_run_may_be_going_on_and_have_nothing_but_steps(tmp_path: pathlib.Path) -> None:
+    nothing = run_page(read_run(_write(tmp_path / "new", [started()])))
+    assert nothing.summary[0] == "No step is done yet."
+    assert [chapter.title for chapter in nothing.chapters] == ["Events", "Config"]
+    one = run_page(read_run(_write(tmp_path / "one", [started(), step_row(1)])))
+    assert one.summary[0].startswith("Not finished: 1 of 100 steps. Loss 4.9900. 2 ktokens/s")
+    assert "Memory" not in [chapter.title for chapter in one.chapters]
+
+
+def test_what_is_no_run_is_said(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"no run of paceline train, without config\.toml"):
+        read_run(tmp_path)
+    directory = _write(tmp_path / "run", [started()])
+    (directory / "expectation.json").write_text("[]")
+    with pytest.raises(RecordError, match=r"expectation\.json: not what a run writes there"):
+        read_run(directory)

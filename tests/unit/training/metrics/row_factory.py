@@ -1,0 +1,44 @@
+"""Rows of a run that never was."""
+
+from typing import Any
+
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import EvaluationRow, EventRow, StepRow
+
+
+def expectation(**changes: Any) -> Expectation:
+    """Returns what is known of a run of 100 steps."""
+    known: dict[str, Any] = {
+        "num_steps": 100,
+        "tokens_per_step": 1000,
+        "flops_per_step": 1e9,
+        "memory_bytes": 2**20,
+    }
+    return Expectation(**{**known, **changes})
+
+
+def step_row(step: int, **changes: Any) -> StepRow:
+    """Returns a step of half a second."""
+    known: dict[str, Any] = {
+        "tokens": 1000 * step,
+        "loss": 5.0 - step / 100,
+        "gradient_norm": 1.5,
+        "learning_rate": 1e-3,
+        "step_time_s": 0.5,
+        "data_wait_s": 0.01,
+        "first_sample": 8 * (step - 1),
+        "data_digest": f"{step:016x}",
+    }
+    return StepRow(step=step, **{**known, **changes})
+
+
+def evaluation_row(step: int, **changes: Any) -> EvaluationRow:
+    """Returns an evaluation of two seconds."""
+    return EvaluationRow(
+        step=step, **{"loss": 4.5, "bits_per_byte": 1.25, "time_s": 2.0, **changes}
+    )
+
+
+def started(step: int = 0) -> EventRow:
+    """Returns the beginning of an attempt."""
+    return EventRow(step=step, name="started", message=f"from step {step}")
