@@ -204,7 +204,7 @@ def sparkline(values: Sequence[float]) -> str:
     """
     if not values:
         return ""
-    low, high = min(values), sorted(values)[len(values) * 4 // 5]
+    low, high = min(values), sorted(values)[-1 - len(values) // 5]
     if low == high:
         return _SPARK[0] * len(values)
     top = len(_SPARK) - 1
