@@ -1,8 +1,10 @@
 """``paceline train`` as a user types it: trained, killed, resumed."""
 
+import contextlib
 import json
 import os
 import pathlib
+import pty
 import random
 import signal
 import subprocess
@@ -149,3 +151,30 @@ def test_what_is_missing_is_said_in_one_line(place: pathlib.Path) -> None:
     assert missing.returncode == 1
     assert stderr.count("\n") == 1
     assert "absent: no manifest.json" in stderr
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_panel_of_several_ranks(place: pathlib.Path) -> None:
+    terminal, own_end = pty.openpty()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "paceline", "train", "run.toml", "--ranks", "2", *_SMALL),
+            *("--set", "out=shown"),
+        ],
+        cwd=place,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=own_end,
+        text=True,
+    )
+    os.close(own_end)
+    shown = b""
+    with contextlib.suppress(OSError):  # What the end of a terminal is on Linux.
+        while part := os.read(terminal, 65536):
+            shown += part
+    os.close(terminal)
+    stdout, _ = process.communicate(timeout=120)
+    assert stdout.startswith("finished after step 40")
+    last = shown.decode().rpartition("shown: step 40 of 40")[2]
+    for text in ("held-out", "tokens/s", "exposed communication", "tensors predicted", "finished"):
+        assert text in last

@@ -1,11 +1,13 @@
 """The page of a run: complete, self-contained, and possible at any moment."""
 
+import json
 import pathlib
 import re
 
 import msgspec
 import pytest
 
+from paceline.cli.main import parse
 from paceline.core.errors import RecordError, UsageError
 from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
@@ -56,6 +58,18 @@ def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     # Pictures come first.
     assert page.index("<img") < page.index("<table")
+
+
+def test_the_command_prints_where_the_page_is(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = _write(tmp_path / "run", [started()])
+    assert parse(["report", "run", str(directory)]).run() == 0
+    assert capsys.readouterr().out == f"{directory}/report.html\n"
+    page = tmp_path / "other.html"
+    assert parse(["report", "run", str(directory), "--out", str(page), "--json"]).run() == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(page)}
+    assert page.exists()
 
 
 def test_a_run_may_be_going_on_and_have_nothing_but_steps(tmp_path: pathlib.Path) -> None:

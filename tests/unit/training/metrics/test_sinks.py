@@ -26,13 +26,13 @@ def _sink(directory: pathlib.Path, name: SinkName) -> Observer:
     return sink
 
 
-def _train(sink: Observer, first: int, last: int) -> None:
+def _train(sink: Observer, first: int, last: int, *, end: str = "finished") -> None:
     """Tells of an attempt that ends after a step."""
     sink.note(started(first))
     for step in range(first + 1, last + 1):
         sink.note(step_row(step, memory_bytes=2**20))
     sink.note(evaluation_row(last, sample="All this happened"))
-    sink.note(EventRow(step=last, name="finished", message="."))
+    sink.note(EventRow(step=last, name=end, message="."))
     sink.close()
 
 
@@ -73,11 +73,10 @@ def test_wandb_works_without_a_network(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for first, last in ((0, 4), (2, 6)):
         _train(_sink(tmp_path, "wandb"), first, last)
-    kept = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(kept) == 2
     # Both attempts are one run, which W&B joins when they are uploaded.
     name = (tmp_path / "wandb" / "run-id").read_text(encoding="utf-8")
-    assert all(place.name.endswith(name) for place in kept)
+    kept = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert {place.name.rpartition("-")[2] for place in kept} == {name}
     for place in kept:
         (file,) = place.glob("*.wandb")
         assert file.stat().st_size > 1000
@@ -86,9 +85,11 @@ def test_wandb_works_without_a_network(
 def test_mlflow_keeps_a_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for first, last in ((0, 4), (4, 6)):
-        _train(_sink(tmp_path, "mlflow"), first, last)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    _train(_sink(tmp_path, "mlflow"), 0, 4, end="stopped")
+    (run,) = client.search_runs([client.get_experiment_by_name("paceline").experiment_id])
+    assert run.info.status == "KILLED"
+    _train(_sink(tmp_path, "mlflow"), 4, 6)
     (run,) = client.search_runs([client.get_experiment_by_name("paceline").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["training.steps"] == "200"

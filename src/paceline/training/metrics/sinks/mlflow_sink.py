@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.training.config import RunConfig
 from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import EventRow, MetricsRow
+from paceline.training.metrics.rows import FINISHED, EventRow, MetricsRow
 from paceline.training.metrics.sinks.values import config_values, row_values
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class MlflowSink:
         self._expected = expected
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._status = "KILLED"
         self._waiting: list[Any] = []
 
     def note(self, row: MetricsRow) -> None:
@@ -51,6 +52,8 @@ class MlflowSink:
         now_ms = int(time.time() * 1e3)
         for name, value in row_values(row, self._expected).items():
             self._waiting.append(Metric(name, value, now_ms, row.step))
+        if isinstance(row, EventRow) and row.name == FINISHED:
+            self._status = "FINISHED"
         is_due = row.step % self._config.logging.every_steps == 0 or isinstance(row, EventRow)
         if is_due or len(self._waiting) > _MOST_METRICS:
             self._send()
@@ -59,7 +62,7 @@ class MlflowSink:
         """Sends what is left and ends the run."""
         if self._client is not None:
             self._send()
-            self._client.set_terminated(self._run_id)
+            self._client.set_terminated(self._run_id, status=self._status)
 
     def _send(self) -> None:
         assert self._client is not None

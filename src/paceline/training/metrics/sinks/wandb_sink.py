@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.training.config import RunConfig
 from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import MetricsRow
+from paceline.training.metrics.rows import FINISHED, EventRow, MetricsRow
 from paceline.training.metrics.sinks.values import config_values, row_values
 
 _PROJECT = "paceline"
@@ -27,11 +27,14 @@ class WandbSink:
         self._directory = directory
         self._expected = expected
         self._run: Any = None
+        self._exit_code = 1
 
     def note(self, row: MetricsRow) -> None:
         """Logs the numbers of a row."""
         if self._run is None:
             self._run = self._open()
+        if isinstance(row, EventRow) and row.name == FINISHED:
+            self._exit_code = 0
         if values := row_values(row, self._expected):
             # The step is a value like others: W&B's own counter never goes back, and a run that
             # is resumed does.
@@ -40,7 +43,7 @@ class WandbSink:
     def close(self) -> None:
         """Ends the run and waits until all is written."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=self._exit_code)
 
     def _open(self) -> Any:
         import wandb
