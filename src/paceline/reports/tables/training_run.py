@@ -27,7 +27,9 @@ def outcome_table(run: TrainingRun) -> Table:
         "model_flops_utilization": ("model FLOPs utilization", "{:.1%}".format),
         "memory_bytes": ("memory of the first rank", format_binary_bytes),
     }
-    predicted = {"memory_bytes": f"{format_binary_bytes(expected.memory_bytes)} of tensors"}
+    predicted = {}
+    if expected.memory_bytes is not None:
+        predicted["memory_bytes"] = f"{format_binary_bytes(expected.memory_bytes)} of tensors"
     if expected.step_time_s is not None:
         predicted["step_time_s"] = format_seconds(expected.step_time_s)
         predicted["tokens_per_s"] = f"{expected.tokens_per_s(expected.step_time_s):,.0f}"

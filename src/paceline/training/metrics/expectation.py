@@ -8,9 +8,9 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
     num_steps: int
     tokens_per_step: int
-    flops_per_step: float
-    """Of all ranks, in forward and backward; what is recomputed does not count."""
-    memory_bytes: int
+    flops_per_step: float | None = None
+    """Of all ranks, in forward and backward; None for models that are counted by nobody."""
+    memory_bytes: int | None = None
     """Predicted for the tensors of the rank that holds most, at the peak of a step."""
     step_time_s: float | None = None
     """Predicted from a calibration of the machine; None without one."""
@@ -25,6 +25,6 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
     def utilization(self, step_time_s: float) -> float | None:
         """Returns the model FLOPs utilization (MFU) of a step, where the peak is known."""
-        if self.peak_flops_per_s is None:
+        if self.peak_flops_per_s is None or self.flops_per_step is None:
             return None
         return self.flops_per_step / step_time_s / self.peak_flops_per_s

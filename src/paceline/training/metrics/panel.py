@@ -22,6 +22,7 @@ _PAUSE_S = 0.1
 _WIDEST = 100
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 24
+_SAMPLE_CHARACTERS = 120
 
 
 class PanelObserver:
@@ -111,6 +112,7 @@ def run_lines(progress: Progress, *, has_blocks: bool = True) -> list[tuple[str,
         "waits": _waits(progress),
         "memory": _memory(progress),
         "left": _left(progress),
+        "sample": _sample(progress),
     }
     return [(label, text) for label, text in made.items() if text]
 
@@ -182,13 +184,21 @@ def _memory(progress: Progress) -> str:
     text, limit = format_binary_bytes(progress.memory_bytes), progress.expected.memory_limit_bytes
     if limit is not None:
         text += f" of {format_binary_bytes(limit)} ({progress.memory_bytes / limit:.0%})"
-    return f"{text}; tensors predicted {format_binary_bytes(progress.expected.memory_bytes)}"
+    predicted = progress.expected.memory_bytes
+    if predicted is None:
+        return text
+    return f"{text}; tensors predicted {format_binary_bytes(predicted)}"
 
 
 def _left(progress: Progress) -> str:
     if progress.left is None or progress.step >= progress.expected.num_steps:
         return ""
     return _with_interval(progress.left, format_duration)
+
+
+def _sample(progress: Progress) -> str:
+    row = progress.evaluation
+    return "" if row is None or row.sample is None else repr(row.sample[:_SAMPLE_CHARACTERS])
 
 
 def _with_interval(estimate: Estimate, write: Callable[[float], str]) -> str:

@@ -10,6 +10,7 @@ from paceline.kernels.attention.api import resolve_implementation
 from paceline.parallel import Session
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import CaseValue, Record, RecordStore, capture_environment
+from paceline.records.kinds import MODEL_FIELDS
 from paceline.records.schema import model_case_fields
 from paceline.training.config import RunConfig
 from paceline.training.metrics.expectation import Expectation
@@ -54,22 +55,16 @@ class RecordObserver:
 
 def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
     """Returns everything that changes what is expected of a run's speed and loss."""
-    shape = config.model.shape
-    is_preset = shape == model_preset(config.model.preset)
-    batch = BatchShape(
-        num_sequences=config.training.micro_batch_size, context_length=config.data.context_length
-    )
     location = describe_hardware(session.device)
     strategy = config.parallel.strategy if session.world_size > 1 else "none"
     return {
         "strategy": strategy,
         "bucket_size_mb": config.parallel.bucket_size_for(strategy),
-        **model_case_fields(config.model.preset if is_preset else "custom", shape, batch),
+        **_model_case(config, location.device),
         "precision": config.training.precision,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "compile": "blocks" if config.model.compile_blocks else "none",
         "activation_checkpointing": config.model.activation_checkpointing,
-        "attention": resolve_implementation("auto", location.device),
         "optimizer": config.optimizer.name,
         "world_size": session.world_size,
         "num_hosts": session.placement.num_hosts,
@@ -80,4 +75,25 @@ def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
         "learning_rate": config.optimizer.learning_rate,
         "schedule": config.schedule.name,
         "seed": config.training.seed,
+    }
+
+
+def _model_case(config: RunConfig, device: str) -> dict[str, CaseValue]:
+    """Returns what is known of the model; of a foreign one that is only its name."""
+    batch = BatchShape(
+        num_sequences=config.training.micro_batch_size, context_length=config.data.context_length
+    )
+    if (foreign := config.model.hugging_face) is not None:
+        return {
+            **dict.fromkeys(MODEL_FIELDS, None),
+            "model": pathlib.Path(foreign).name,
+            "batch": batch.num_sequences,
+            "context": batch.context_length,
+            "attention": "transformers",
+        }
+    shape, preset = config.model.shape, config.model.preset
+    name = preset if shape == model_preset(preset) else "custom"
+    return {
+        **model_case_fields(name, shape, batch),
+        "attention": resolve_implementation("auto", device),
     }

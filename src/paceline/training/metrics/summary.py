@@ -85,7 +85,8 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
     memory = [row.memory_bytes for row in steps if row.memory_bytes is not None]
     if memory:
         metrics["memory_bytes"] = Metric(value=max(memory))
-        metrics["predicted_memory_bytes"] = Metric(value=expected.memory_bytes)
+        if expected.memory_bytes is not None:
+            metrics["predicted_memory_bytes"] = Metric(value=expected.memory_bytes)
     return metrics
 
 

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import msgspec
 from rich.console import Console
 
 from paceline.core.specs import precision_preset
@@ -37,20 +38,25 @@ def expect(config: RunConfig, session: Session, calibration: pathlib.Path | None
         session: The first rank.
         calibration: Records of ``paceline calibrate``, to predict the time of a step from.
     """
-    predicted = forecast(config, session.world_size, calibration)
     precision = precision_preset(config.training.precision)
     peak = peak_flops(describe_hardware(session.device), precision)
     limit = memory_limit_bytes(session.device)
     if limit is not None and session.device.type == "cpu":
         limit //= session.placement.local_world_size  # Which share one memory.
-    return Expectation(
-        num_steps=predicted.num_steps,
+    known = Expectation(
+        num_steps=config.training.steps,
         tokens_per_step=config.tokens_per_step,
+        peak_flops_per_s=None if peak is None else peak * session.world_size,
+        memory_limit_bytes=limit,
+    )
+    if config.model.hugging_face is not None:  # What others need is not known.
+        return known
+    predicted = forecast(config, session.world_size, calibration)
+    return msgspec.structs.replace(
+        known,
         flops_per_step=predicted.flops / predicted.num_steps,
         memory_bytes=predicted.memory.total,
         step_time_s=predicted.step_time_s,
-        peak_flops_per_s=None if peak is None else peak * session.world_size,
-        memory_limit_bytes=limit,
     )
 
 

@@ -26,19 +26,17 @@ def plot_memory(run: TrainingRun) -> Figure | None:
         markersize=3,
         label=f"in use, at most {format_binary_bytes(most)}",
     )
-    axes.axhline(
-        expected.memory_bytes / unit,
-        color=PREDICTED,
-        linestyle="--",
-        label=f"predicted for its tensors: {format_binary_bytes(expected.memory_bytes)}",
-    )
+    predicted = expected.memory_bytes
+    if predicted is not None:
+        label = f"predicted for its tensors: {format_binary_bytes(predicted)}"
+        axes.axhline(predicted / unit, color=PREDICTED, linestyle="--", label=label)
     limit = expected.memory_limit_bytes
     if limit is not None:
         axes.axhline(
             limit / unit, color=GRAY, linestyle=":", label=f"limit {format_binary_bytes(limit)}"
         )
     # A limit that is far away would flatten everything else: its number in the legend is enough.
-    highest = max(most, expected.memory_bytes)
+    highest = max(most, predicted or 0)
     near = limit is not None and limit < _FAR * highest
     axes.set_ylim(0, 1.25 * (limit if near and limit is not None else highest) / unit)
     axes.set_ylabel(f"memory ({name})")

@@ -42,7 +42,7 @@ def plot_throughput(run: TrainingRun) -> Figure:
     if expected.step_time_s is not None:
         predicted = expected.tokens_per_s(expected.step_time_s)
         axes.axhline(predicted, color=PREDICTED, linestyle="--", label="predicted")
-    if expected.peak_flops_per_s is not None:
+    if expected.peak_flops_per_s is not None and expected.flops_per_step is not None:
         per_token = expected.flops_per_step / expected.tokens_per_step / expected.peak_flops_per_s
         conversions = (partial(operator.mul, per_token), partial(operator.mul, 1 / per_token))
         right = axes.secondary_yaxis("right", functions=conversions)

@@ -1,0 +1,61 @@
+"""A finished run leaves a record; models of others are named, and nothing is predicted of them."""
+
+import dataclasses
+import pathlib
+
+import pytest
+import torch
+
+from paceline.data.loader.config import SourceConfig
+from paceline.parallel import Session
+from paceline.parallel.ranks.placement import local_placement
+from paceline.records import RecordStore
+from paceline.reports.tables.table import records_table, render_markdown
+from paceline.training.config import DataConfig, ModelConfig, RunConfig
+from paceline.training.metrics.observers import FileObserver
+from paceline.training.metrics.record import RecordObserver, run_case
+from paceline.training.metrics.rows import EventRow, MetricsFile
+from paceline.training.metrics.watchers import expect
+from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+
+_SESSION = Session(
+    placement=local_placement("spawn", 0, 2), device=torch.device("cpu"), backend="gloo"
+)
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> RunConfig:
+    return RunConfig(
+        out=str(tmp_path / "run"), data=DataConfig(sources=(SourceConfig(place="tokens"),))
+    )
+
+
+def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
+    file = FileObserver(MetricsFile(pathlib.Path(config.out) / "metrics.jsonl"))
+    record = RecordObserver(config, _SESSION, expectation(step_time_s=0.4))
+    store = RecordStore(pathlib.Path(config.out) / "record.jsonl")
+    rows = [started(), step_row(1), step_row(2), step_row(3, memory_bytes=2**20), evaluation_row(3)]
+    for row in [*rows, EventRow(step=3, name="stopped", message=".")]:
+        file.note(row)
+        record.note(row)
+    assert not store.path.exists()
+    record.note(EventRow(step=3, name="finished", message="."))
+    (made,) = store.read()
+    assert made.case["model"] == "bytes-6M"
+    assert made.case["strategy"] == "bucketed"
+    table = render_markdown(records_table([made]))
+    assert "| 4.9800 | 4.5000 | 1.2500 | 2,000 | 500 ± 0 | 400 | 1.00 MiB |" in table
+
+
+def test_a_changed_preset_has_no_name(config: RunConfig) -> None:
+    changed = dataclasses.replace(config, model=ModelConfig(num_layers=2))
+    assert run_case(changed, _SESSION)["model"] == "custom"
+
+
+def test_of_a_foreign_model_only_the_name_is_known(config: RunConfig) -> None:
+    foreign = dataclasses.replace(config, model=ModelConfig(hugging_face="models/gpt2"))
+    case = run_case(foreign, _SESSION)
+    assert (case["model"], case["d_model"], case["attention"]) == ("gpt2", None, "transformers")
+    known = expect(foreign, _SESSION, None)
+    assert (known.flops_per_step, known.memory_bytes) == (None, None)
+    assert expect(config, _SESSION, None).memory_bytes is not None
