@@ -17,13 +17,13 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.records import measured
 from paceline.core.strategies import StrategyName
 from paceline.data.loader.config import SourceConfig
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
 from paceline.parallel import RankPool, Session
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.training.config import (

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.data.loader.config import SourceConfig
@@ -34,6 +33,7 @@ from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import Session, run_ranks
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
 from paceline.parallel.strategies import apply_strategy, clip_grad_norm, make_optimizer
 from paceline.records import RecordStore
