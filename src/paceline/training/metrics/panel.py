@@ -17,8 +17,10 @@ from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.progress import Progress
 from paceline.training.metrics.rows import MetricsRow, StepRow
 
-_PAUSE_S = 0.1
-"""Between two drawings: steps of a small model are faster than eyes."""
+_SHARE = 0.01
+"""Of the time that drawing may take: the first rank trains, too, and others wait for it."""
+_LONGEST_PAUSE_S = 2.0
+"""The first drawing is the slowest, and must not be the only one for long."""
 _WIDEST = 100
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 24
@@ -37,18 +39,16 @@ class PanelObserver:
     def __init__(self, name: str, expected: Expectation, console: Console) -> None:
         self._progress = Progress(expected)
         self._name = name
-        self._drawn = -_PAUSE_S
+        self._next_s = 0.0
         # Drawn only when told something: a thread of its own would take time from training.
         self._live = Live(console=console, auto_refresh=False)
 
     def note(self, row: MetricsRow) -> None:
-        """Takes a row, and draws unless it has just done so."""
+        """Takes a row, and draws unless that would take too much of the time."""
         self._progress.note(row)
         if not self._live.is_started:
             self._live.start()
-        now = time.monotonic()
-        if not isinstance(row, StepRow) or now - self._drawn >= _PAUSE_S:
-            self._drawn = now
+        if not isinstance(row, StepRow) or time.monotonic() >= self._next_s:
             self._draw()
 
     def close(self) -> None:
@@ -58,7 +58,10 @@ class PanelObserver:
             self._live.stop()
 
     def _draw(self) -> None:
+        began = time.monotonic()
         self._live.update(RunPanel(self._name, self._progress), refresh=True)
+        ended = time.monotonic()
+        self._next_s = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
 
 
 class RunPanel:
