@@ -106,9 +106,9 @@ def main() -> int:
         {
             "subject": "paceline train, 2 ranks, bucketed",
             "baseline": "bare loop, 1 process",
-            "operation": "held-out loss",
-            "steps": arguments.steps,
-            "tokens": config.tokens_per_step * arguments.steps,
+            "operation": f"held-out loss after {arguments.steps} steps",
+            "batch": config.training.batch_size,
+            "context": config.data.context_length,
             **describe_hardware(torch.device("cpu")).as_case(),
         },
         {"loss": own, "baseline_loss": bare, "loss_difference": abs(own - bare) / bare},

@@ -156,6 +156,9 @@ class TakeTurns:
             dist.barrier()
         self._began = time.perf_counter()
 
+    def close(self) -> None:
+        """Has nothing to write."""
+
 
 def run_both(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
     """Returns the seconds of the trainer's steps and of the bare ones."""
@@ -233,11 +236,10 @@ def main() -> int:
         record = measured(
             "comparison",
             {
-                "subject": "paceline train",
+                "subject": f"paceline train, {operation}",
                 "baseline": "bare loop",
-                "operation": operation,
+                "operation": arguments.strategy if ranks > 1 else "none",
                 "model": arguments.model,
-                "strategy": arguments.strategy if ranks > 1 else "none",
                 "batch": arguments.batch,
                 "context": arguments.context,
                 "world_size": ranks,

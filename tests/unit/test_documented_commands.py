@@ -44,7 +44,7 @@ def _invocations(command: str) -> list[list[str]]:
     """Returns the arguments of every `paceline` in a command, those that it starts included."""
     command = re.sub(r'^eval "\$\((.*)\)"$', r"\1", command)
     words = shlex.split(command, comments=True)
-    for operator in ("|", ">", "&&"):
+    for operator in ("|", ">", "&&", "&"):
         words = words[: words.index(operator)] if operator in words else words
     starts = [
         index
