@@ -145,6 +145,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> N
     assert list((place / "long" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
+def test_a_run_that_diverges_says_so_once(place: pathlib.Path) -> None:
+    diverging = ("--set", "optimizer.learning_rate=1e30", "--set", "out=diverging")
+    running = _start(place, "train", "run.toml", "--ranks", "2", *_SMALL, *diverging)
+    _, stderr = running.communicate(timeout=240)
+    assert running.returncode == 1
+    (error,) = [line for line in stderr.splitlines() if line.startswith("paceline: error")]
+    assert "is the first that is not finite" in error
+    assert (place / "diverging" / "diverged").is_dir()
+
+
 def test_what_is_missing_is_said_in_one_line(place: pathlib.Path) -> None:
     missing = _start(place, "train", "run.toml", "--set", 'data.sources=[{ place = "absent" }]')
     _, stderr = missing.communicate(timeout=120)

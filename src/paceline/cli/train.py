@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _TEMPLATE = "init"
 _STOPPED = 143
 """Exit code of a run that was asked to stop and has saved its state."""
+_FIRST_RANK_SPEAKS_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ class TrainCommand:
     def _train(self, config: "RunConfig") -> int:
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.placement import is_launched
+        from paceline.training.loop import DivergedError
         from paceline.training.run import run
 
         if not is_launched(os.environ):
@@ -109,7 +112,14 @@ class TrainCommand:
             device=config.parallel.device,
             timeout_s=config.parallel.timeout_s,
         ) as session:
-            outcome = run(config, session, self.calibration)
+            try:
+                outcome = run(config, session, self.calibration)
+            except DivergedError as error:
+                if session.rank == 0:
+                    raise
+                # All ranks know the same: the first one says it, and ends the others.
+                time.sleep(_FIRST_RANK_SPEAKS_S)
+                raise SystemExit(error.exit_code) from None
             if session.rank == 0:
                 if self.output.json:
                     print_json(outcome)
