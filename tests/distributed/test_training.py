@@ -5,6 +5,7 @@ import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -235,6 +236,20 @@ def test_a_run_that_diverges_says_where_and_keeps_its_state(
     assert re.search(r"rank \d \(samples [\d,]+ to [\d,]+\): the (output|gradient) of \w+", message)
     kept = list_checkpoints(pathlib.Path(diverging.out) / "diverged")
     assert [each.problem for each in kept] == [""]
+
+
+def _run_out_of_memory(rank: int, world_size: int, config: RunConfig) -> None:
+    error = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory"
+    )
+    with mock.patch("paceline.training.run.train", side_effect=error):
+        _train(rank, world_size, config)
+
+
+def test_out_of_memory_is_said_with_what_was_predicted(config: RunConfig, rank_pool: Pools) -> None:
+    expected = r"rank 0 is out of memory, where a step needs .* lower training\.micro_batch_size"
+    with pytest.raises(RankError, match=expected):
+        rank_pool(1).run(_run_out_of_memory, _with(config, "exhausted"))
 
 
 def _explain(rank: int, _world_size: int) -> str:
