@@ -97,6 +97,8 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "sharding-memory": ("sharding-memory", "optimizer", "time"),
     "sharding-exchange": ("sharding-exchange", "comm", "time"),
     "profile-ddp": ("profile-ddp", "timeline", "time"),
+    "train-overhead": ("train-overhead", "comparison", "time"),
+    "checkpoint-stall": ("checkpoint-stall", "comparison", "time"),
     "trace-scale": ("trace-scale", "trace_analysis", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.

@@ -114,7 +114,7 @@ def test_a_sweep_becomes_a_table_and_plots(tmp_path: pathlib.Path) -> None:
     assert "n/a" in result.stdout  # MFU: the peak of a CPU is in no document.
 
     markdown = paceline("report", "table", *store, "--format", "markdown", cwd=tmp_path).stdout
-    assert len(markdown.splitlines()) == 2 + 2 + 4
+    assert markdown.count("\n| ") == 2 + 4  # Below the table, notes on samples that deviate.
     csv = paceline("report", "table", *store, "--format", "csv", cwd=tmp_path).stdout
     assert len(csv.splitlines()) == 1 + 4
     lines = paceline("report", "table", *store, "--json", cwd=tmp_path).stdout.splitlines()
