@@ -16,12 +16,12 @@ import tempfile
 import torch
 import torch.nn.functional as F
 
-from paceline.benchmarks.harness.devices import describe_hardware
 from paceline.benchmarks.harness.records import measured
 from paceline.data.loader.config import SourceConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.models import TransformerLM
 from paceline.parallel import Session, run_ranks
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.training.config import (
