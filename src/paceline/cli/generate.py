@@ -45,8 +45,7 @@ class GenerateCommand:
 
         loaded = load_model(self.model, self.step)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        (encoded,) = loaded.tokenizer.encode_batch([self.prompt])
-        prompt = [int(token) for token in encoded] or [loaded.tokenizer.end_of_document]
+        prompt = loaded.tokenizer.encode_prompt(self.prompt)
         made = generate(
             loaded.model.to(device),
             torch.tensor(prompt, device=device),

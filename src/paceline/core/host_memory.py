@@ -41,8 +41,7 @@ def host_limit_bytes() -> int | None:
 
 def usable_host_bytes() -> int | None:
     """Returns what new processes may take on this host, or None where nobody knows."""
-    available = _kernel_bytes("/proc/meminfo", "MemAvailable:")
-    candidates = (available, _cgroup_limit(), physical_memory_bytes())
+    candidates = (_kernel_bytes("/proc/meminfo", "MemAvailable:"), host_limit_bytes())
     known = [value for value in candidates if value is not None]
     return int(min(known) * _USABLE_FRACTION) if known else None
 

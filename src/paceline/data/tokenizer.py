@@ -116,6 +116,11 @@ class Tokenizer:
             for end, length in zip(ends, lengths, strict=True)
         ]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a text to continue; of an empty one, what begins a document."""
+        (encoded,) = self.encode_batch([text])
+        return [int(token) for token in encoded] or [self.end_of_document]
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens; ends of documents are left out."""
         text: str = self._inner.decode([int(each) for each in tokens], skip_special_tokens=True)

@@ -38,11 +38,15 @@ class RowFile(Generic[RowT]):
         self.path = pathlib.Path(path)
         self._decoder = msgspec.json.Decoder(row_type)
         self._what = what
-        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, row: RowT) -> None:
         """Appends a row in one write."""
-        with self.path.open("ab", buffering=0) as file:
+        try:
+            file = self.path.open("ab", buffering=0)
+        except FileNotFoundError:  # Only a first row finds no directory.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("ab", buffering=0)
+        with file:
             file.write(msgspec.json.encode(row) + b"\n")
 
     def read(self) -> Iterator[RowT]:

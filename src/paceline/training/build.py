@@ -41,7 +41,7 @@ def build(config: RunConfig, session: Session) -> Trainee:
     if config.model.compile_blocks and isinstance(module, TransformerLM):
         module.compile_blocks()
     # 3. The strategy takes the parameters; 4. optimizers take what it leaves of them.
-    strategy: StrategyName = config.parallel.strategy if session.world_size > 1 else "none"
+    strategy = config.parallel.strategy_on(session.world_size)
     model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
     optimizers = make_optimizers(config.optimizer, strategy, model)
     return Trainee(module=module, model=model, optimizers=optimizers, strategy=strategy)

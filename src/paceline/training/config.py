@@ -210,6 +210,10 @@ class ParallelConfig:
         find_strategy(self.strategy)
         _require_positive("parallel", self, "bucket_size_mb", "timeout_s")
 
+    def strategy_on(self, world_size: int) -> StrategyName:
+        """Returns the strategy; a rank alone has nobody to share with."""
+        return self.strategy if world_size > 1 else "none"
+
     def bucket_size_for(self, strategy: StrategyName) -> float | None:
         """Returns the bucket size where the strategy has buckets."""
         return self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None

@@ -109,9 +109,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self._is_compiled = is_compiled
         self._num_tokens = num_tokens
-        (encoded,) = tokenizer.encode_batch([prompt])
-        tokens = [int(token) for token in encoded] or [tokenizer.end_of_document]
-        self._prompt = torch.tensor(tokens, device=device)
+        self._prompt = torch.tensor(tokenizer.encode_prompt(prompt), device=device)
 
     @classmethod
     def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "Sampler | None":

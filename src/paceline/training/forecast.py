@@ -53,7 +53,7 @@ def forecast(
         calibration: Records of ``paceline calibrate`` for as many ranks.
     """
     shape = config.model.shape
-    strategy: StrategyName = config.parallel.strategy if world_size > 1 else "none"
+    strategy = config.parallel.strategy_on(world_size)
     passes = config.training.num_passes(world_size)
     own = -(-config.training.batch_size // world_size)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)

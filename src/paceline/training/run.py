@@ -6,11 +6,11 @@ import msgspec
 import torch
 
 from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
-from paceline.core.host_memory import usable_host_bytes
 from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
+from paceline.parallel.ranks.hardware import usable_memory_bytes
 from paceline.records.environment import capture_environment
 from paceline.training.build import build
 from paceline.training.config import RunConfig
@@ -92,11 +92,10 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
 
 def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
     """Returns what a rank may take: a GPU of its own, or its part of the host's memory."""
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return free
-    usable = usable_host_bytes()
-    return None if usable is None else usable // ranks_per_host
+    usable = usable_memory_bytes(device)
+    if usable is None or device.type == "cuda":
+        return usable
+    return usable // ranks_per_host
 
 
 def require_data(config: RunConfig) -> None:

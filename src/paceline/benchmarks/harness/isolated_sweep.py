@@ -10,10 +10,13 @@ from paceline.benchmarks.harness.config import RunLimits, TimedCase
 from paceline.benchmarks.harness.devices import resolve_device
 from paceline.benchmarks.harness.isolation import run_isolated
 from paceline.benchmarks.harness.measure import Progress
-from paceline.benchmarks.harness.memory import usable_memory_bytes
 from paceline.benchmarks.harness.records import measured
 from paceline.core.units import GIB, format_binary_bytes
-from paceline.parallel.ranks.hardware import HardwareLocation, describe_hardware
+from paceline.parallel.ranks.hardware import (
+    HardwareLocation,
+    describe_hardware,
+    usable_memory_bytes,
+)
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import Outcome
 

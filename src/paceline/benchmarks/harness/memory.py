@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from paceline.core.host_memory import usable_host_bytes
 from paceline.traces.memory.peak import peak_allocations
 
 
@@ -44,11 +43,3 @@ def step_peaks(
         torch.cuda.synchronize(device)
         peaks[name] = torch.cuda.max_memory_allocated(device)
     return peaks
-
-
-def usable_memory_bytes(device: torch.device) -> int | None:
-    """Returns what one case may take on this device, or None where nobody knows."""
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return free
-    return usable_host_bytes()

@@ -15,7 +15,7 @@ from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.harness.devices import current_environment, resolve_device
 from paceline.benchmarks.harness.measure import Progress
-from paceline.benchmarks.harness.memory import storage_bytes, usable_memory_bytes
+from paceline.benchmarks.harness.memory import storage_bytes
 from paceline.benchmarks.harness.records import measured, predicted
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.step.training_step import TrainingStep, step_case_fields
@@ -25,7 +25,7 @@ from paceline.core.specs import bytes_per_element, precision_preset
 from paceline.core.units import format_binary_bytes
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
-from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
 from paceline.records import Record
 from paceline.traces.capture.profiler import profiling, record_memory
 from paceline.traces.events.op_classes import OpClass

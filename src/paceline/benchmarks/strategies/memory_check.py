@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.accounting.memory.model_states import rank_state_bytes
-from paceline.benchmarks.harness.memory import usable_memory_bytes
 from paceline.benchmarks.harness.ranks import MeasuringRanks
 from paceline.benchmarks.step.config import StepCase
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
+from paceline.parallel.ranks.hardware import usable_memory_bytes
 from paceline.records.links import link_case_fields
 
 

@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
-from paceline.core.host_memory import host_limit_bytes
+from paceline.core.host_memory import host_limit_bytes, usable_host_bytes
 from paceline.core.specs import DType, Precision
 from paceline.records.environment import processor_name
 from paceline.records.links import link_case_fields
@@ -50,6 +50,14 @@ def peak_flops(location: HardwareLocation, precision: Precision) -> float | None
         return find_device(location.hardware).peak(dtype).value
     except HardwareError:
         return None
+
+
+def usable_memory_bytes(device: torch.device) -> int | None:
+    """Returns what may still be taken of a GPU, or of the host; None where nobody knows."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
+    return usable_host_bytes()
 
 
 def memory_limit_bytes(device: torch.device) -> int | None:

@@ -10,10 +10,15 @@ import pathlib
 
 import msgspec
 
-from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.data.loader.config import SourceConfig
-from paceline.models.hugging_face.files import CONFIG, TOKENIZER, read_config, read_weights
+from paceline.models.hugging_face.files import (
+    CONFIG,
+    TOKENIZER,
+    read_config,
+    read_weights,
+    require_room,
+)
 from paceline.models.hugging_face.llama import end_of_text, from_llama, shape_of_config
 from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.state.identity import RunIdentity
@@ -31,8 +36,7 @@ def import_model(directory: pathlib.Path, run: pathlib.Path) -> RunConfig:
         directory: With config.json, safetensors and, if the data is to be text, tokenizer.json.
         run: The directory to make; there must be no run in it.
     """
-    if run.exists() and any(run.iterdir()):
-        raise UsageError(f"{run} is there already; name a new directory")
+    require_room(run)
     settings = read_config(directory)
     shape = shape_of_config(settings, str(directory / CONFIG))
     weights = from_llama(read_weights(directory), shape)

@@ -56,7 +56,7 @@ class RecordObserver:
 def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
     """Returns everything that changes what is expected of a run's speed and loss."""
     location = describe_hardware(session.device)
-    strategy = config.parallel.strategy if session.world_size > 1 else "none"
+    strategy = config.parallel.strategy_on(session.world_size)
     return {
         "strategy": strategy,
         "bucket_size_mb": config.parallel.bucket_size_for(strategy),

@@ -76,9 +76,7 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
         metrics["predicted_step_time_s"] = Metric(value=expected.step_time_s)
     if (utilization := expected.utilization(step_time.value)) is not None:
         metrics["model_flops_utilization"] = Metric(value=utilization)
-    exposed = [
-        row.exposed_communication_s for row in steps if row.exposed_communication_s is not None
-    ]
+    exposed = _exposed_s(steps)
     if exposed:
         samples = evenly(exposed, _MOST_SAMPLES)
         metrics["exposed_communication_s"] = Metric.from_samples(samples)
@@ -95,9 +93,7 @@ def phase_times(rows: Sequence[MetricsRow]) -> PhaseTimes:
     steps = steps_of(rows)
     step_s = sum(row.step_time_s for row in steps)
     data_wait_s = sum(row.data_wait_s for row in steps)
-    exposed = [
-        row.exposed_communication_s for row in steps if row.exposed_communication_s is not None
-    ]
+    exposed = _exposed_s(steps)
     exposed_s = statistics.fmean(exposed) * len(steps) if exposed else 0.0
     # A step's time begins where the one before it ended: it holds what came between them. Nothing
     # holds what came after the last step of an attempt.
@@ -120,6 +116,12 @@ def phase_times(rows: Sequence[MetricsRow]) -> PhaseTimes:
         evaluation_s=evaluation_s,
         checkpoint_s=checkpoint_s,
     )
+
+
+def _exposed_s(steps: Iterable[StepRow]) -> list[float]:
+    """Returns the exposed communication of the steps that were looked at."""
+    waits = (row.exposed_communication_s for row in steps)
+    return [wait_s for wait_s in waits if wait_s is not None]
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from paceline.benchmarks.harness.config import ShapeOverrides
-from paceline.benchmarks.harness.memory import step_peaks, storage_bytes, usable_memory_bytes
+from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.step.training_step import TrainingStep
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.units import MIB
+from paceline.parallel.ranks.hardware import usable_memory_bytes
 
 CPU = torch.device("cpu")
 
