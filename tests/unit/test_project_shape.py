@@ -4,6 +4,7 @@ import ast
 import collections
 import graphlib
 import importlib
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -252,3 +253,16 @@ def test_files_stay_small() -> None:
         if (length := len(path.read_text(encoding="utf-8").splitlines())) > 400
     }
     assert not long
+
+
+@pytest.mark.parametrize("folder", ["course", "examples", "scripts"])
+def test_programs_import_names_that_the_package_has(folder: str) -> None:
+    """Types are checked in the package alone, so a moved name would be found late here."""
+    for name in project_files(ROOT / folder, "*.py"):
+        for node in ast.walk(ast.parse((ROOT / folder / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    found = hasattr(module, alias.name) or importlib.util.find_spec(submodule)
+                    assert found, f"{folder}/{name} imports {submodule}, which does not exist"
