@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.benchmarks.harness.config import ModelName
-from paceline.cli.output import Flat, OutputOptions, print_json
+from paceline.cli.output import Flat, OutputOptions, print_json, say
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.core.plan import Estimate
     from paceline.training.config import RunConfig
     from paceline.training.forecast import Forecast
 
@@ -40,6 +41,9 @@ class TrainCommand:
     """Print the resolved config and what the run will take, and stop."""
     calibration: pathlib.Path | None = None
     """Records of paceline calibrate, from which the time of a step is predicted."""
+    runs: pathlib.Path | None = None
+    """Finished runs of smaller models, as paceline scaling fit reads them, from which the loss at
+    the end is predicted."""
     model: ModelName = "bytes-6M"
     """For init: the preset to write a config for."""
     output: Flat[OutputOptions]
@@ -90,7 +94,10 @@ class TrainCommand:
 
         predicted = None
         if config.model.hugging_face is None:
-            predicted = forecast(config, self.ranks or 1, self.calibration)
+            predicted = dataclasses.replace(
+                forecast(config, self.ranks or 1, self.calibration),
+                final_loss=self._final_loss(config),
+            )
         if self.output.json:
             print_json({"config": config, "forecast": predicted})
             return 0
@@ -113,7 +120,8 @@ class TrainCommand:
             timeout_s=config.parallel.timeout_s,
         ) as session:
             try:
-                outcome = run(config, session, self.calibration)
+                final_loss = self._final_loss(config) if session.rank == 0 else None
+                outcome = run(config, session, self.calibration, final_loss)
             except DivergedError as error:
                 if session.rank == 0:
                     raise
@@ -127,6 +135,23 @@ class TrainCommand:
                     sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
                     sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
         return 0 if outcome.reason == "finished" else _STOPPED
+
+    def _final_loss(self, config: "RunConfig") -> "Estimate | None":
+        """Predicts the loss at the end from smaller runs, where there are any."""
+        if self.runs is None:
+            return None
+        from paceline.accounting.parameters import count_parameters
+        from paceline.scaling import fit, read_sweep
+        from paceline.scaling.fits.prediction import predict_loss
+        from paceline.scaling.surface import compute_for
+
+        num_parameters = count_parameters(config.model.shape).total
+        num_tokens = config.tokens_per_step * config.training.steps
+        sweep = read_sweep(self.runs)
+        beyond = float(compute_for(num_parameters, num_tokens)) / max(sweep.compute)
+        if beyond > 1:
+            say(f"{self.runs}: the run has {beyond:.3g} times the compute of the largest one there")
+        return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
     def _require_startable(self, config: "RunConfig") -> None:
         """Raises before ranks are started, which takes seconds and ends in an error of each."""
@@ -164,4 +189,6 @@ def _forecast_text(predicted: "Forecast") -> str:
             f"time        {format_seconds(predicted.step_time_s)} per step, "
             f"{format_seconds(predicted.duration_s)} in all"
         )
+    if (loss := predicted.final_loss) is not None:
+        lines.append(f"loss        {loss.value:.4f} at the end ({loss.low:.4f} to {loss.high:.4f})")
     return "\n".join(lines)

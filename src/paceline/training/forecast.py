@@ -7,6 +7,7 @@ from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
 from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
@@ -35,6 +36,8 @@ class Forecast:
     """At the peak of a step, on the rank that holds most."""
     step_time_s: float | None
     """Predicted from a calibration of the machine; None without one."""
+    final_loss: Estimate | None = None
+    """Loss at the end, predicted from smaller runs; None without them."""
 
     @property
     def duration_s(self) -> float | None:

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
+from paceline.core.plan import Estimate
 from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
@@ -16,6 +17,7 @@ from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
 from paceline.training.loop import RunOutcome, train
+from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.observers import Observer, Observers
 from paceline.training.metrics.sinks import require_sinks
 from paceline.training.metrics.watchers import expect, make_observers
@@ -28,19 +30,29 @@ class OutOfMemoryError(PacelineError):
     """A rank whose step does not fit into its memory."""
 
 
-def run(config: RunConfig, session: Session, calibration: pathlib.Path | None = None) -> RunOutcome:
+def run(
+    config: RunConfig,
+    session: Session,
+    calibration: pathlib.Path | None = None,
+    final_loss: Estimate | None = None,
+) -> RunOutcome:
     """Trains, from the newest checkpoint if there is one.
 
     Args:
         config: The run.
         session: This rank among the others.
         calibration: Records of ``paceline calibrate``, to predict the time of a step from.
+        final_loss: Loss at the end, where it was predicted; the first rank's counts.
     """
     directory = pathlib.Path(config.out)
     require_startable(
         config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
     )
-    observers = Observers(_begin(config, session, calibration) if session.rank == 0 else [])
+    observers = Observers([])
+    if session.rank == 0:
+        observers = Observers(
+            _begin(config, session, expect(config, session, calibration, final_loss))
+        )
     try:
         trainee = build(config, session)
         states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
@@ -59,10 +71,9 @@ def run(config: RunConfig, session: Session, calibration: pathlib.Path | None = 
         observers.close()
 
 
-def _begin(config: RunConfig, session: Session, calibration: pathlib.Path | None) -> list[Observer]:
+def _begin(config: RunConfig, session: Session, expected: Expectation) -> list[Observer]:
     """Writes down what is known beforehand, and returns those who follow what happens."""
     directory = pathlib.Path(config.out)
-    expected = expect(config, session, calibration)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(encode_config(config), encoding="utf-8")
     open_storage(directory).write(TOKENIZER, _tokenizer(config))

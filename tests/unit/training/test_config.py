@@ -7,7 +7,9 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.core.errors import UsageError
+from paceline.scaling import SweepDesign, synthetic_sweep
 from paceline.training.toml_config import decode_config
+from tests.unit.scaling.surfaces import SURFACE
 
 RUN = """
 out = "run"
@@ -49,3 +51,27 @@ def test_nothing_is_predicted_of_a_hugging_face_model(
     assert "memory and time: not known of a Hugging Face model" in output
     assert main([*dry_run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecast"] is None
+
+
+def test_the_loss_at_the_end_is_predicted_from_smaller_runs(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = synthetic_sweep(SURFACE, SweepDesign(budgets=(1e14, 3e14, 1e15), num_sizes=5))
+    columns = zip(sweep.parameters, sweep.tokens, sweep.loss, strict=True)
+    rows = [
+        {"parameters": size, "tokens": tokens, "final_loss": loss} for size, tokens, loss in columns
+    ]
+    (tmp_path / "runs.json").write_text(json.dumps(rows))
+    (tmp_path / "run.toml").write_text(RUN)
+    dry_run = ["train", str(tmp_path / "run.toml"), "--dry-run"]
+    dry_run += ["--set", "training.steps=2000", "--runs", str(tmp_path / "runs.json")]
+    assert main([*dry_run, "--json"]) == 0
+    said = capsys.readouterr()
+    forecast = json.loads(said.out)["forecast"]
+    truth = float(SURFACE.loss(forecast["num_parameters"], forecast["tokens"]))
+    assert forecast["final_loss"]["value"] == pytest.approx(truth, rel=1e-6)
+    assert "times the compute of the largest one there" not in said.err
+    assert main([*dry_run, "--set", "training.steps=20000"]) == 0
+    said = capsys.readouterr()
+    assert "times the compute of the largest one there" in said.err
+    assert " at the end (" in said.out

@@ -23,6 +23,9 @@ from paceline.core.units import MIB
 EDGE_BYTES = MIB
 """With so much, the first and the last bucket of ours are full."""
 
+GROUP_BYTES = MIB
+"""Gradients move into a bucket of ours together when they are so large, or its last ones."""
+
 _TORCH_FIRST_BYTES = MIB
 _GROWTH = 1.5
 _ALIGNMENT_BYTES = 16  # The widest load of a GPU thread.

@@ -80,13 +80,16 @@ class ActivationCount(NamedTuple):
     """The peak until backward has come to the blocks, and the peak from then on."""
 
 
-class ReduceScatterSize(NamedTuple):
-    """Sizes of one bucket of gradients that is reduce-scattered."""
+class BucketSize(NamedTuple):
+    """Sizes of one bucket of gradients."""
 
     num_tensors: int
-    num_bytes: int
-    arriving_bytes: int
+    num_bytes: int = 0
+    """Bytes that are freed when the bucket is reduce-scattered."""
+    arriving_bytes: int = 0
     """Bytes that the other ranks send of their buckets at the same time."""
+    group_bytes: int = 0
+    """Bytes of gradients that move into the bucket together."""
 
 
 def saved_for_backward_bytes(
@@ -139,12 +142,12 @@ def count_activations(
     precision: Precision = _FLOAT32,
     attention: AttentionImplementation = "sdpa",
     keeps_gradients: bool = False,
-    buckets: tuple[ReduceScatterSize, ...] = (),
+    buckets: tuple[BucketSize, ...] = (),
 ) -> ActivationCount:
     """Counts what is kept when forward is over, and the peaks of forward and backward.
 
-    With `buckets`, which hold all gradients in the order of backward, each gradient moves into
-    its bucket, which is there from its first gradient to its last.
+    With `buckets`, which hold all gradients in the order of backward, gradients move into their
+    bucket, whose bytes are there from its first gradient to its last.
     """
     require_buildable(shape)
     _require_countable(precision)
@@ -153,8 +156,8 @@ def count_activations(
         tape, shape, batch, precision, attention, activation_checkpointing == "full"
     )
     backward = forward.parameters[::-1]
-    for num_tensors, num_bytes, arriving_bytes in buckets:
-        tape.reduce_scatter(backward[:num_tensors], num_bytes, arriving_bytes)
+    for num_tensors, *sizes in buckets:
+        tape.collect(backward[:num_tensors], *sizes)
         backward = backward[num_tensors:]
     loss = forward.loss()
     saved = SavedForBackward(

@@ -44,14 +44,19 @@ class Value:
 
 
 @dataclasses.dataclass(eq=False)
-class ReduceScatterBucket:
-    """Gradients that are reduce-scattered together."""
+class GradientBucket:
+    """Gradients that are sent together."""
 
     num_bytes: int
+    """Bytes that are allocated with its first gradient and freed with its last; none of a bucket
+    that outlives the step, which is not counted here."""
     num_missing: int
-    """Of its gradients, those that are not there yet."""
+    """Number of its gradients that are not there yet."""
     arriving_bytes: int
     """What the other ranks send of theirs, while it is there."""
+    group_bytes: int
+    """Bytes of gradients from which on they move into the bucket; the last ones do in any case."""
+    waiting: list[Buffer] = dataclasses.field(default_factory=list)
     buffer: Buffer | None = None
 
 
@@ -75,7 +80,7 @@ class Tape:
     """Records operations, plays them back, and knows the most bytes that there were.
 
     With `keeps_gradients` parameters' gradients stay where they are made; otherwise each goes as
-    soon as it is complete, into a bucket that is not counted here.
+    soon as it is complete, or with others of its bucket.
     """
 
     def __init__(self, *, keeps_gradients: bool = False) -> None:
@@ -87,13 +92,13 @@ class Tape:
         self._keeps_gradients = keeps_gradients
         self._live_bytes = 0
         self._operations: list[Operation] = []
-        self._buckets: dict[int, ReduceScatterBucket] = {}
+        self._buckets: dict[int, GradientBucket] = {}
 
-    def reduce_scatter(
-        self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int
+    def collect(
+        self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int, group_bytes: int
     ) -> None:
-        """Lets these parameters' gradients move into one bucket, gone as soon as it is full."""
-        bucket = ReduceScatterBucket(num_bytes, len(parameters), arriving_bytes)
+        """Lets these parameters' gradients move into one bucket: see `GradientBucket`."""
+        bucket = GradientBucket(num_bytes, len(parameters), arriving_bytes, group_bytes)
         self._buckets |= {id(parameter): bucket for parameter in parameters}
 
     def allocate(self, num_bytes: int, kind: Kind = "activation") -> Buffer:
@@ -238,10 +243,15 @@ class Tape:
             if not self._keeps_gradients:
                 self.release(gradient)
             return
+        bucket.waiting.append(gradient)
+        bucket.num_missing -= 1
+        waiting_bytes = sum(waiting.num_bytes for waiting in bucket.waiting)
+        if bucket.num_missing and waiting_bytes < bucket.group_bytes:
+            return
         if bucket.buffer is None:
             bucket.buffer = self.allocate(bucket.num_bytes)
-        self.release(gradient)
-        bucket.num_missing -= 1
+        self.release(*bucket.waiting)
+        bucket.waiting.clear()
         if not bucket.num_missing:
             self.release(self.allocate(bucket.arriving_bytes), bucket.buffer)
 

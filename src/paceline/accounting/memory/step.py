@@ -9,6 +9,8 @@ Beside the states (`paceline.accounting.memory.model_states`):
                   Without buckets, gradients appear as activations go, and the peak is the larger
                   of the two at either end of backward
 
+Gradients wait where they were made until some of their bucket can be copied into it together.
+
 What is in flight counts as activations too, if communication keeps up with backward. Where
 gradients are reduce-scattered, a buffer of a bucket's size is there from its first gradient to its
 last, and then the other ranks' parts of this rank's shard arrive. Where parameters are sharded,
@@ -18,15 +20,13 @@ that, up to all gradients twice.
 
 import dataclasses
 
-from paceline.accounting.memory.activations import (
-    Checkpointing,
-    ReduceScatterSize,
-    count_activations,
-)
+from paceline.accounting.communication.buckets import GROUP_BYTES, aligned, divide_into_buckets
+from paceline.accounting.memory.activations import BucketSize, Checkpointing, count_activations
 from paceline.accounting.memory.model_states import (
     layer_shapes,
     layer_shard,
     model_state_bytes,
+    parameter_sizes,
     state_units,
 )
 from paceline.accounting.memory.shards import cut_unit
@@ -45,11 +45,14 @@ from paceline.core.strategies import (
     SHARDED_PARAMETERS,
     StrategyName,
 )
+from paceline.core.units import MIB
 
 _TABLE_BYTES = 4
 _TOKEN_BYTES = 8
 _ADAM_MOMENTS = 2
 _FLOAT32_BYTES = 4
+# Those whose buckets hold several gradients and outlive the step.
+_ALL_REDUCED: tuple[StrategyName, ...] = ("flat", "bucketed", "sharded_optimizer")
 # How many layers are gathered before they are needed.
 _LAYERS_AHEAD: dict[StrategyName, int] = {"fully_sharded": 2, "torch_fsdp2": 1}
 
@@ -133,22 +136,31 @@ def _buckets(
     strategy: StrategyName,
     world_size: int,
     bucket_size_mb: float,
-) -> tuple[ReduceScatterSize, ...]:
-    """Returns the buckets that backward reduce-scatters, in their order."""
-    if strategy not in SHARDED_GRADIENTS:
-        return ()
+) -> tuple[BucketSize, ...]:
+    """Returns the buckets that gradients move into, in the order of backward."""
     element_bytes = bytes_per_element(precision.gradients)
     if strategy in SHARDED_PARAMETERS:
         layers = layer_shapes(shape)[::-1]
         shards = [(len(one), layer_shard(one, world_size, element_bytes)) for one in layers]
-    else:
+    elif strategy in SHARDED_GRADIENTS:
         units = state_units(shape, strategy, element_bytes, bucket_size_mb)
         shards = [(len(one), cut_unit(one, world_size, element_bytes).share) for one in units]
+    elif strategy in _ALL_REDUCED and world_size > 1:
+        if strategy == "sharded_optimizer":
+            bucket_size_mb = DEFAULT_BUCKET_SIZE_MB
+        backward = parameter_sizes(shape)[::-1]
+        num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
+        cap_bytes = None if strategy == "flat" else bucket_size_mb * MIB
+        units = divide_into_buckets(backward, num_bytes, cap_bytes)
+        return tuple(BucketSize(len(one), group_bytes=GROUP_BYTES) for one in units)
+    else:
+        return ()
     return tuple(
-        ReduceScatterSize(
+        BucketSize(
             num_tensors,
             world_size * shard * element_bytes,
             (world_size - 1) * shard * element_bytes,
+            0 if strategy in SHARDED_PARAMETERS else GROUP_BYTES,
         )
         for num_tensors, shard in shards
     )

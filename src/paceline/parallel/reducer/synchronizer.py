@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.accounting.communication.buckets import GROUP_BYTES
 from paceline.core.errors import PacelineError
 from paceline.core.ranges import WAIT, bucket_range
-from paceline.core.units import MIB
 from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import GradientError
 from paceline.parallel.ranks.device_clock import now
@@ -55,9 +55,6 @@ from paceline.parallel.reducer.hooks import take_when_complete
 from paceline.parallel.reducer.overlap_warnings import OverlapMonitor
 from paceline.parallel.reducer.ownership import SynchronizationError, claim, release
 from paceline.parallel.reducer.settings import LaunchPolicy, Settings, SyncState
-
-_GROUP_BYTES = MIB
-"""Gradients of a bucket are moved into it together when they are so large, or the last ones."""
 
 
 class GradientSynchronizer:
@@ -270,7 +267,7 @@ class GradientSynchronizer:
             self._move_waiting(run, number)
             if self._settings.launch is LaunchPolicy.WHEN_READY:
                 self._send_what_is_ready(run)
-        elif run.waiting_bytes[number] >= _GROUP_BYTES:
+        elif run.waiting_bytes[number] >= GROUP_BYTES:
             self._move_waiting(run, number)
 
     @torch.no_grad()

@@ -72,9 +72,10 @@ def _chapters(run: TrainingRun) -> tuple[Chapter, ...]:
         plot_schedule(run), "schedule", "Learning rate and norm of the gradients by step"
     )
     throughput = picture_of(plot_throughput(run), "throughput", "Tokens per second by step")
-    step_times = picture_of(
-        plot_step_times(run), "step-times", "Histogram of step times, and what was predicted"
-    )
+    histogram = "Histogram of step times"
+    if run.expected.step_time_s is not None:
+        histogram += ", and what was predicted"
+    step_times = picture_of(plot_step_times(run), "step-times", histogram)
     phases = picture_of(plot_phases(run), "phases", "Shares of the run's time by phase")
     evaluations = (Block(tables=(evaluations_table(run),)),) if run.evaluations else ()
     sample = run.evaluations[-1].sample if run.evaluations else None

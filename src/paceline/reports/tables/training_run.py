@@ -28,6 +28,9 @@ def outcome_table(run: TrainingRun) -> Table:
         "memory_bytes": ("memory of the first rank", format_binary_bytes),
     }
     predicted = {}
+    if (final := expected.final_loss) is not None:
+        compared = "heldout_loss" if "heldout_loss" in metrics else "loss"
+        predicted[compared] = f"{final.value:.4f} ({final.low:.4f} to {final.high:.4f}) at the end"
     if expected.memory_bytes is not None:
         predicted["memory_bytes"] = f"{format_binary_bytes(expected.memory_bytes)} of tensors"
     if expected.step_time_s is not None:

@@ -58,6 +58,12 @@ class SurfaceFit:
         )
         return parameters, loss
 
+    def loss_draws(self, parameters: float, tokens: float) -> Array:
+        """Returns the loss of one size of run, by every replicate that determines a surface."""
+        drawn = losses_of(self.replicates, parameters, tokens)[:, 0]
+        value = self.surface.loss(parameters, tokens)
+        return widen(value, drawn, len(self.residuals), NUM_COEFFICIENTS)
+
 
 def fit_parametric(sweep: Sweep, counts: Array) -> SurfaceFit:
     """Fits the surface to a sweep, and to each row of counts of its runs."""
@@ -101,7 +107,12 @@ def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
 
 def optima_of(fit: FittedSurfaces, compute: Array) -> tuple[Array, Array]:
     """Returns the best N and its loss of every replicate that determines a surface."""
-    floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
+    _floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
     parameters = optimal_parameters(compute, scale_n, alpha, scale_d, beta)
-    tokens = tokens_for(compute, parameters)
-    return parameters, floor + scale_n * parameters**-alpha + scale_d * tokens**-beta
+    return parameters, losses_of(fit, parameters, tokens_for(compute, parameters))
+
+
+def losses_of(fit: FittedSurfaces, parameters: Array | float, tokens: Array | float) -> Array:
+    """Returns the loss at some sizes, a row for every replicate that determines a surface."""
+    floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
+    return np.asarray(floor + scale_n * parameters**-alpha + scale_d * tokens**-beta)

@@ -79,6 +79,31 @@ def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Pre
     )
 
 
+def predict_loss(
+    fit: SurfaceFit,
+    parameters: float,
+    tokens: float,
+    *,
+    level: float = DEFAULT_LEVEL,
+    seed: int = 0,
+) -> Estimate:
+    """Returns the loss that one more run should end with.
+
+    The interval is for the run, not for the surface: the noise of a run is part of it.
+
+    Args:
+        fit: What the parametric method made of the runs so far.
+        parameters: N of the run.
+        tokens: D of the run.
+        level: Probability with which the interval is to hold the run's loss.
+        seed: Seed of the noise.
+    """
+    value = fit.surface.loss(parameters, tokens)
+    draws = fit.loss_draws(parameters, tokens)
+    noise = np.random.default_rng(seed).normal(0, fit.noise, len(draws))
+    return _band(value[None], (draws * np.exp(noise))[:, None], level).at(0)
+
+
 def _band(value: Array, draws: Array, level: float) -> Band:
     tails = [50 * (1 - level), 50 * (1 + level)]
     low, high = np.nanpercentile(draws, tails, axis=0)

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from paceline.core.plan import Estimate
+
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a run, what it may use, and what it is predicted to take."""
@@ -18,6 +20,8 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """Of all ranks together; None where no document states it."""
     memory_limit_bytes: int | None = None
     """What a rank may take; None where nobody knows."""
+    final_loss: Estimate | None = None
+    """Loss at the end, predicted from smaller runs; None without them."""
 
     def tokens_per_s(self, step_time_s: float) -> float:
         """Returns the tokens of all ranks per second."""

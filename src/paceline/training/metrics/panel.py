@@ -128,6 +128,8 @@ def _loss(progress: Progress, has_blocks: bool) -> str:
         change, steps = progress.trend
         direction = f"{'falling' if change < 0 else 'rising'} {abs(change):.2%}"
         parts.append(f"{direction if change else 'level'} in {steps} steps")
+    if (final := progress.expected.final_loss) is not None:
+        parts.append(f"predicted at the end {_with_interval(final, '{:.4f}'.format)}")
     if has_blocks:
         parts.append(sparkline(progress.losses.points(_SPARK_POINTS)))
     return "  ".join(parts)

@@ -72,6 +72,8 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
     if evaluations:
         metrics["heldout_loss"] = Metric(value=evaluations[-1].loss)
         metrics["bits_per_byte"] = Metric(value=evaluations[-1].bits_per_byte)
+    if expected.final_loss is not None:
+        metrics["predicted_final_loss"] = Metric(value=expected.final_loss.value)
     if expected.step_time_s is not None:
         metrics["predicted_step_time_s"] = Metric(value=expected.step_time_s)
     if (utilization := expected.utilization(step_time.value)) is not None:

@@ -5,6 +5,7 @@ import pathlib
 import msgspec
 from rich.console import Console
 
+from paceline.core.plan import Estimate
 from paceline.core.specs import precision_preset
 from paceline.parallel import Session
 from paceline.parallel.ranks.hardware import describe_hardware, memory_limit_bytes, peak_flops
@@ -30,13 +31,19 @@ def make_observers(config: RunConfig, session: Session, expected: Expectation) -
     ]
 
 
-def expect(config: RunConfig, session: Session, calibration: pathlib.Path | None) -> Expectation:
+def expect(
+    config: RunConfig,
+    session: Session,
+    calibration: pathlib.Path | None,
+    final_loss: Estimate | None = None,
+) -> Expectation:
     """Returns what is known of a run on these ranks before its first step.
 
     Args:
         config: The run.
         session: The first rank.
         calibration: Records of ``paceline calibrate``, to predict the time of a step from.
+        final_loss: Loss at the end, where it was predicted.
     """
     precision = precision_preset(config.training.precision)
     peak = peak_flops(describe_hardware(session.device), precision)
@@ -48,6 +55,7 @@ def expect(config: RunConfig, session: Session, calibration: pathlib.Path | None
         tokens_per_step=config.tokens_per_step,
         peak_flops_per_s=None if peak is None else peak * session.world_size,
         memory_limit_bytes=limit,
+        final_loss=final_loss,
     )
     if config.model.hugging_face is not None:  # What others need is not known.
         return known

@@ -1,5 +1,7 @@
 """The tape by itself: what is kept, what is added in place, and what a peak holds."""
 
+import pytest
+
 from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
 
 
@@ -48,7 +50,7 @@ def test_gradients_stay_only_where_they_are_kept() -> None:
 def test_a_message_is_there_from_its_first_gradient_to_its_last() -> None:
     tape = Tape()
     weights = [_parameter(8), _parameter(8)]
-    tape.reduce_scatter(weights, 16, 5)
+    tape.collect(weights, 16, 5, group_bytes=0)
     x = tape.operate([weights[0]], 0, gradient_bytes=[8])
     y = tape.operate([x, weights[1]], 0, gradient_bytes=[0, 8])
     tape.play_back(y, tape.allocate(0))
@@ -56,6 +58,18 @@ def test_a_message_is_there_from_its_first_gradient_to_its_last() -> None:
     after = tape.peak_bytes
     tape.allocate(after)
     assert tape.peak_bytes == after
+
+
+@pytest.mark.parametrize(("group_bytes", "waiting_bytes"), [(0, 8), (9, 16), (100, 24)])
+def test_gradients_wait_for_others_of_their_bucket(group_bytes: int, waiting_bytes: int) -> None:
+    tape = Tape()
+    weights = [_parameter(8), _parameter(8), _parameter(8)]
+    tape.collect(weights, 0, 0, group_bytes=group_bytes)
+    value = tape.operate([weights[0]], 0, gradient_bytes=[8])
+    for weight in weights[1:]:
+        value = tape.operate([value, weight], 0, gradient_bytes=[0, 8])
+    tape.play_back(value, tape.allocate(0))
+    assert tape.peak_bytes == waiting_bytes
 
 
 def test_a_checkpoint_keeps_its_input_and_runs_again() -> None:

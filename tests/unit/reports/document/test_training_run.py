@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.main import parse
 from paceline.core.errors import RecordError, UsageError
+from paceline.core.plan import Estimate
 from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
 from paceline.reports.evidence.training_run import read_run
@@ -43,7 +44,12 @@ def _rows() -> list[MetricsRow]:
 
 
 def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None:
-    known = expectation(step_time_s=0.4, peak_flops_per_s=1e10, memory_limit_bytes=2**30)
+    known = expectation(
+        step_time_s=0.4,
+        peak_flops_per_s=1e10,
+        memory_limit_bytes=2**30,
+        final_loss=Estimate(value=4.1, low=4.0, high=4.2),
+    )
     directory = _write(tmp_path / "run", _rows(), known)
     write_run_page(directory, tmp_path / "pages" / "run.html")
     page = (tmp_path / "pages" / "run.html").read_text(encoding="utf-8")
@@ -53,6 +59,7 @@ def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
         *("Loss", "Speed", "Time by phase", "Memory", "Measured and predicted", "Events", "Config")
     ]
+    assert "4.1000 (4.0000 to 4.2000) at the end" in page
     assert "once &lt;upon&gt; a time" in page
     assert "out = &#34;&lt;run&gt;&#34;" in page
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)

@@ -18,7 +18,7 @@ from paceline.scaling.fits.isoflop import (
 )
 from paceline.scaling.fits.parametric import fit_parametric, optima_of
 from paceline.scaling.fits.power_law import fit_log_line, fit_saturating_law
-from paceline.scaling.fits.prediction import MethodFit
+from paceline.scaling.fits.prediction import MethodFit, predict_loss
 from paceline.scaling.fits.profile_likelihood import profile_interval
 from paceline.scaling.fits.variable_projection import fit_projection, solve_non_negative
 
@@ -340,3 +340,21 @@ def test_coefficients_at_their_bounds_are_the_best_there(seed: int) -> None:
         # A surface always has E, A or B; the corner without any is none of its faces.
         if expected[0] > 0 or (expected[1] > 0 and expected[2] > 0):
             assert np.linalg.norm(loss - design @ found[row]) == pytest.approx(residual, rel=1e-6)
+
+
+def test_one_more_run_ends_within_its_interval(surface: LossSurface) -> None:
+    """Nine in ten of runs with twice the compute, each predicted from another sweep."""
+    design = SweepDesign(budgets=(1e18, 3e18, 1e19, 3e19), num_sizes=6)
+    generator = np.random.default_rng(7)
+    noise, num_sweeps, held = 0.01, 60, 0
+    parameters = float(surface.optimal_parameters(6e19))
+    tokens = 6e19 / (6 * parameters)
+    for seed in range(num_sweeps):
+        sweep = synthetic_sweep(surface, design, noise=noise, seed=seed)
+        fitted = fit_parametric(sweep, draw_counts(sweep, 100, seed))
+        found = predict_loss(fitted, parameters, tokens, seed=seed)
+        loss = float(surface.loss(parameters, tokens)) * np.exp(noise * generator.standard_normal())
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= loss <= found.high
+    assert 0.8 * num_sweeps <= held < num_sweeps

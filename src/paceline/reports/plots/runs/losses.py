@@ -12,7 +12,7 @@ from paceline.reports.plots.runs.lines import (
     smoothed,
     thinned,
 )
-from paceline.reports.plots.style import add_grid, blank_figure
+from paceline.reports.plots.style import GRAY, add_grid, blank_figure
 
 
 def plot_losses(run: TrainingRun) -> Figure:
@@ -31,6 +31,16 @@ def plot_losses(run: TrainingRun) -> Figure:
             markersize=4,
             linewidth=0.8,
             label="held-out",
+        )
+    if (final := run.expected.final_loss) is not None and final.low and final.high:
+        axes.errorbar(
+            run.expected.num_steps,
+            final.value,
+            yerr=[[final.value - final.low], [final.high - final.value]],
+            color=GRAY,
+            fmt="s",
+            capsize=6,
+            label=f"predicted at the end: {final.value:.3f}",
         )
     mark_resumptions(axes, run)
     axes.set_ylabel("cross-entropy (nats per token)")

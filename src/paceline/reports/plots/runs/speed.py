@@ -59,7 +59,9 @@ def plot_throughput(run: TrainingRun) -> Figure:
 
 def plot_step_times(run: TrainingRun) -> Figure:
     """Draws how long steps took, beside what was predicted."""
-    figure, axes = run_figure("Step time: predicted against measured", run)
+    is_predicted = run.expected.step_time_s is not None
+    title = "Step time: predicted against measured" if is_predicted else "Step time"
+    figure, axes = run_figure(title, run)
     times = [1e3 * row.step_time_s for row in steady_steps(run.rows) or run.steps]
     median = statistics.median(times)
     # A few stragglers would squeeze all others into one bar; they are counted in the label.
