@@ -16,12 +16,11 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from sample_tokens import prepare_sample
 
 from paceline.benchmarks.harness.records import measured
 from paceline.core.strategies import StrategyName
 from paceline.data.loader.config import SourceConfig
-from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.run import prepare
 from paceline.parallel import RankPool, Session
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
@@ -106,10 +105,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        text = "".join(f"{number} bottles of water on the wall.\n" for number in range(20_000))
-        (place / "text.txt").write_text(text)
-        tokens = str(place / "tokens")
-        prepare(PrepareConfig(sources=(str(place / "text.txt"),), tokenizer="bytes", out=tokens))
+        tokens = prepare_sample(place)
         config = RunConfig(
             out="",
             model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=2),

@@ -23,14 +23,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from sample_tokens import prepare_sample
 from torch.optim import AdamW
 
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.data.loader.config import SourceConfig
 from paceline.data.loader.torch_batches import TorchLoader
-from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.run import prepare
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import Session, run_ranks
 from paceline.parallel.ranks.hardware import describe_hardware
@@ -221,13 +220,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        text = "".join(f"{number} bottles of water on the wall.\n" for number in range(20_000))
-        (place / "text.txt").write_text(text)
-        prepare(
-            PrepareConfig(
-                sources=(str(place / "text.txt"),), tokenizer="bytes", out=str(place / "tokens")
-            )
-        )
+        prepare_sample(place)
         config = make_config(place, arguments)
         steps = run_ranks(run_both, 2, config, timeout_s=3600)[0]
         first = starts(place, config, arguments.starts)

@@ -16,6 +16,7 @@ from paceline.data.prepare import pieces
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
 from paceline.data.tokenizer import train_bpe
+from tests.processes import children_of, is_running
 from tests.unit.data.corpus import config_of, dataset_bytes, make_documents, write_corpus
 
 PIECE_BYTES = 6000
@@ -48,23 +49,6 @@ def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> PrepareCo
 def _start(config: PrepareConfig, out: pathlib.Path, workers: int) -> subprocess.Popen[bytes]:
     arguments = [str(PIECE_BYTES), config.sources[0], config.tokenizer, str(out), str(workers)]
     return subprocess.Popen([sys.executable, "-c", DRIVER, *arguments])
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [
-            int(each)
-            for each in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _num_files(out: pathlib.Path) -> int:
@@ -102,12 +86,12 @@ def test_a_driver_that_is_killed_is_started_again(
         out = tmp_path / f"killed{number}"
         driver = _start(config, out, workers=2)
         _wait_for_files(driver, out, chance.randint(1, most - 2))
-        workers = _children(driver.pid)
+        workers = children_of(driver.pid)
         driver.kill()
         driver.wait()
         num_interrupted += not (out / "manifest.json").exists()
         deadline = time.monotonic() + 10
-        while any(map(_is_running, workers)):
+        while any(map(is_running, workers)):
             assert time.monotonic() < deadline, "workers outlive their driver"
             time.sleep(0.01)
         prepare(config_of(tmp_path / "corpus", out, tokenizer=config.tokenizer))
@@ -128,7 +112,7 @@ def test_a_worker_that_is_killed_changes_nothing(
         out = tmp_path / f"killed{number}"
         driver = _start(config, out, workers=2)
         _wait_for_files(driver, out, chance.randint(2, most - 2))
-        workers = _children(driver.pid)
+        workers = children_of(driver.pid)
         if workers:
             os.kill(chance.choice(workers), signal.SIGKILL)
             num_killed += 1

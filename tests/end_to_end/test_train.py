@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from tests.processes import children_of
+
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
     *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=40"),
@@ -79,11 +81,6 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
     assert audited == "run: 40 steps, every sample exactly once\n"
 
 
-def _ranks(pid: int) -> list[int]:
-    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(each) for each in children.read_text().split()] if children.exists() else []
-
-
 def _last_step(out: pathlib.Path) -> int:
     try:
         return json.loads(out.joinpath("metrics.jsonl").read_bytes().splitlines()[-1])["step"]
@@ -114,7 +111,7 @@ def test_twenty_kills_of_one_rank_change_nothing(place: pathlib.Path) -> None:
         while running.poll() is None and num_kills < 20:
             is_saving = any(checkpoints.glob("*.tmp*"))
             if _last_step(out) >= target and (is_saving or not wants_save):
-                ranks = _ranks(running.pid)
+                ranks = children_of(running.pid)
                 if ranks:
                     os.kill(chance.choice(ranks), signal.SIGKILL)
                     num_kills += 1
