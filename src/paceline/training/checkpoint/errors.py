@@ -42,6 +42,14 @@ def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError
     )
 
 
+def cannot_list(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Returns what to raise when nobody can tell which checkpoints are in a directory."""
+    return CheckpointError(
+        f"{os.fspath(path)}: {error.strerror or error}, so it is not known which checkpoints are "
+        "there; look at the disk, or name another place"
+    )
+
+
 def cannot_read(path: str | os.PathLike[str], error: OSError) -> DamagedCheckpointError:
     """Returns what to raise when a file of a checkpoint cannot be read."""
     return DamagedCheckpointError(f"{os.fspath(path)}: {error.strerror or error}; {REMEDY}")

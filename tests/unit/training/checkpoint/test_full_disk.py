@@ -111,6 +111,24 @@ def test_a_failing_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     assert equal(other.numbers(), saved[1])
 
 
+@pytest.mark.parametrize("failing", ["iterdir", "is_dir"])
+def test_a_disk_that_cannot_be_listed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    save_steps(tmp_path, [1])
+
+    def fail(path: pathlib.Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(pathlib.Path, failing, fail)
+    with pytest.raises(CheckpointError, match=r"Input/output error, so it is not known which"):
+        SmallRun().load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Input/output error, so it is not known which"):
+        _save(tmp_path, SmallRun(), 2, asynchronous=False)
+    monkeypatch.undo()
+    assert SmallRun().load(tmp_path).step == 1  # type: ignore[union-attr]
+
+
 def test_a_file_that_cannot_be_read_is_passed_over(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,10 @@ def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> Non
 
 def wrong_sizes(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """Returns what is missing, truncated or too long, by file, without reading any of it."""
-    sizes = storage.sizes()
+    try:
+        sizes = storage.sizes()
+    except OSError as error:
+        raise cannot_read(storage.url, error) from error
     found: dict[str, str] = {}
     for file in manifest.files:
         what = f"{storage.url}/{file.name}, saved by rank {file.rank},"

@@ -13,7 +13,12 @@ import shutil
 from collections.abc import Iterable, Iterator
 
 from paceline.data.storage.local import LocalStorage
-from paceline.training.checkpoint.errors import CheckpointError, cannot_move, cannot_write
+from paceline.training.checkpoint.errors import (
+    CheckpointError,
+    cannot_list,
+    cannot_move,
+    cannot_write,
+)
 from paceline.training.checkpoint.format.manifest import MANIFEST
 from paceline.training.checkpoint.places.names import parse_step, step_name
 
@@ -39,9 +44,10 @@ class DirectoryPlace:
 
     def steps(self) -> list[int]:
         """Returns the steps that were published, the newest first."""
-        if not self.directory.is_dir():
-            return []
-        found = (parse_step(path.name) for path in self.directory.iterdir() if path.is_dir())
+        with _list_errors(self.directory):
+            if not self.directory.is_dir():
+                return []
+            found = [parse_step(path.name) for path in self.directory.iterdir() if path.is_dir()]
         return sorted((step for step in found if step is not None), reverse=True)
 
     def storage(self, step: int) -> LocalStorage:
@@ -50,13 +56,13 @@ class DirectoryPlace:
 
     def begin(self, step: int, save_id: str) -> None:
         """Makes the directory of an attempt."""
-        if self._published(step).exists():
-            raise CheckpointError(
-                f"{self._published(step)} is there already, and checkpoints are never written "
-                "again; remove it, or name another place"
-            )
         path = self._attempt(step, save_id)
         with _write_errors(path):
+            if self._published(step).exists():
+                raise CheckpointError(
+                    f"{self._published(step)} is there already, and checkpoints are never written "
+                    "again; remove it, or name another place"
+                )
             path.mkdir(parents=True)
             self._lock(path)
 
@@ -70,7 +76,9 @@ class DirectoryPlace:
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
         """Returns the files of an attempt."""
-        return LocalStorage(self._attempt(step, save_id)).sizes()
+        attempt = self._attempt(step, save_id)
+        with _write_errors(attempt):
+            return LocalStorage(attempt).sizes()
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
         """Writes the manifest, and gives the attempt its name."""
@@ -113,15 +121,14 @@ class DirectoryPlace:
 
     def sweep(self) -> list[str]:
         """Removes the attempts that no process holds."""
-        if not self.directory.is_dir():
-            return []
         swept = []
-        for path in sorted(self.directory.iterdir()):
-            stem, mark, _ = path.name.partition(_UNFINISHED)
-            is_attempt = mark and parse_step(stem) is not None and path.is_dir()
-            if is_attempt and _is_left_behind(path):
-                shutil.rmtree(path, ignore_errors=True)
-                swept.append(path.name)
+        with _list_errors(self.directory):
+            for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
+                stem, mark, _ = path.name.partition(_UNFINISHED)
+                is_attempt = mark and parse_step(stem) is not None and path.is_dir()
+                if is_attempt and _is_left_behind(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                    swept.append(path.name)
         return swept
 
     def _published(self, step: int) -> pathlib.Path:
@@ -150,6 +157,14 @@ def _write_errors(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+@contextlib.contextmanager
+def _list_errors(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise cannot_list(path, error) from error
 
 
 def _write_synchronised(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
