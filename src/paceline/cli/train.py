@@ -12,6 +12,7 @@ import tyro
 from paceline.benchmarks.harness.config import ModelName
 from paceline.cli.output import Flat, OutputOptions, print_json, say
 from paceline.core.errors import UsageError
+from paceline.core.processes import die_with_agent
 
 if TYPE_CHECKING:
     from paceline.core.plan import Estimate
@@ -107,6 +108,7 @@ class TrainCommand:
         return 0
 
     def _train(self, config: "RunConfig") -> int:
+        die_with_agent(os.environ)  # Before torch is imported, which takes seconds.
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.placement import is_launched
         from paceline.training.loop import DivergedError

@@ -38,6 +38,16 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_agent(environment: Mapping[str, str]) -> None:
+    """Lets a rank that torchrun has started die with its agent, which does not see to that.
+
+    Args:
+        environment: The process's variables.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
+        die_with_parent(os.getppid())
+
+
 def exit_code_of(return_code: int) -> int:
     """Turns what `Popen` returns into what a shell would: a signal becomes 128 + its number."""
     return return_code if return_code >= 0 else 128 - return_code

@@ -63,3 +63,28 @@ def test_who_failed_first_is_named(programs: list[str], expected: tuple[int, str
     processes = {f"rank {rank}": _start(code) for rank, code in enumerate(programs)}
     assert wait_for_group(processes) == expected
     assert all(process.returncode is not None for process in processes.values())
+
+
+_AGENT = """
+import os, subprocess, sys
+ready = "from paceline.core.processes import die_with_agent; import os, time; "
+ready += "die_with_agent(os.environ); os.write(1, b'ready'); time.sleep(30)"
+variables = {**os.environ, "TORCHELASTIC_RUN_ID": "run", "RANK": "0"}
+child = subprocess.Popen([sys.executable, "-c", ready], env=variables)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+def test_a_rank_of_torchrun_dies_with_its_agent() -> None:
+    agent = subprocess.Popen([sys.executable, "-c", _AGENT], stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    rank = int(agent.stdout.readline())
+    assert agent.stdout.read(5) == b"ready"
+    agent.kill()
+    agent.communicate()
+    deadline = time.monotonic() + 5
+    while _is_running(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(rank)

@@ -29,7 +29,8 @@ from paceline.core.errors import PacelineError
 from paceline.core.processes import deaf_to_interrupts, die_with_parent
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import Placement, local_placement
-from paceline.parallel.ranks.session import RENDEZVOUS_FILE, join_process_group, rendezvous_path
+from paceline.parallel.ranks.rendezvous import RENDEZVOUS_FILE, rendezvous_path
+from paceline.parallel.ranks.session import join_process_group
 from paceline.records.environment import threads_per_rank
 
 

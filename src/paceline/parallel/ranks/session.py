@@ -13,23 +13,22 @@ torch.distributed has no authentication, so nothing listens more widely than it 
 import contextlib
 import dataclasses
 import datetime
-import errno
-import ipaddress
 import os
-import pathlib
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import UsageError
-from paceline.core.processes import die_with_parent, termination_as_exit, wait_for_group
+from paceline.core.processes import (
+    die_with_agent,
+    die_with_parent,
+    termination_as_exit,
+    wait_for_group,
+)
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import (
     HostPlacement,
@@ -38,10 +37,15 @@ from paceline.parallel.ranks.placement import (
     find_placement,
     slurm_accelerators,
 )
+from paceline.parallel.ranks.rendezvous import (
+    RENDEZVOUS_FILE,
+    attempt_store,
+    make_store,
+    rendezvous_path,
+)
 from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-RENDEZVOUS_FILE = "PACELINE_RENDEZVOUS_FILE"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,7 @@ def distributed_session(
         device: auto, cpu or cuda. cuda means NCCL and the GPU of the local rank, cpu gloo.
         timeout_s: After which a collective that makes no progress is an error.
     """
+    die_with_agent(os.environ)
     device_type = _device_type(device)
     if ranks_per_host is None:
         ranks_per_host = _default_ranks_per_host(device_type)
@@ -112,68 +117,22 @@ def join_process_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     device_id = device if device.type == "cuda" else None
-    if placement.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun's agent keeps the store; its ranks only have to join.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.world_size > 1:
+        store = attempt_store(placement, timeout)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun without a store of its own gives every attempt a port of its own.
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
+    else:
+        store = make_store(placement, timeout)
     dist.init_process_group(
         backend,
-        store=_make_store(placement, timeout),
+        store=store,
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timeout,
         device_id=device_id,
     )
-
-
-def _make_store(placement: Placement, timeout: datetime.timedelta) -> Store:
-    if placement.world_size == 1:
-        return HashStore()
-    if (path := os.environ.get(RENDEZVOUS_FILE)) is not None:
-        store = FileStore(path, placement.world_size)
-        store.set_timeout(timeout)
-        return store
-    address, port = placement.master_address, placement.master_port
-    if address is None or port is None:
-        raise UsageError("RANK is set but MASTER_ADDR and MASTER_PORT are not; set both")
-    return TCPStore(
-        address,
-        port,
-        placement.world_size,
-        is_master=placement.rank == 0,
-        timeout=timeout,
-        master_listen_fd=_bound_socket(address, port) if placement.rank == 0 else None,
-    )
-
-
-def _bound_socket(address: str, port: int) -> int:
-    """Returns a socket that listens on one address only; the store takes it over."""
-    try:
-        family, _, _, _, socket_address = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM
-        )[0]
-        # Many systems give a host's own name a loopback address, where no other host reaches it.
-        resolved = ipaddress.ip_address(str(socket_address[0]))
-        if resolved.is_loopback and address not in ("localhost", str(resolved)):
-            raise UsageError(
-                f"{address} is {resolved} on this host, which others cannot reach; set MASTER_ADDR "
-                "to its address"
-            )
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(socket_address)
-            listener.listen()
-            return listener.detach()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"rank 0 cannot listen on {address}:{port}: another program does; set MASTER_PORT "
-                "to a free port on all ranks"
-            ) from error
-        raise UsageError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR to an "
-            "address of its host"
-        ) from error
 
 
 def _device_type(device: str) -> str:
@@ -226,22 +185,3 @@ def _run_copies(host: HostPlacement) -> int:
     if culprit is not None:
         sys.stderr.write(f"paceline: {culprit} failed with exit code {exit_code}\n")
     return exit_code
-
-
-@contextlib.contextmanager
-def rendezvous_path() -> Iterator[str]:
-    """Yields the path of an empty file for a `FileStore`.
-
-    On Linux the file is in memory and its path leads through this process, so that nothing is
-    left on the disk even when this process is killed; only processes of the same user can open
-    it. Elsewhere it is in a private temporary directory.
-    """
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("paceline-rendezvous")
-        try:
-            yield f"/proc/{os.getpid()}/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as directory:
-            yield str(pathlib.Path(directory) / "rendezvous")

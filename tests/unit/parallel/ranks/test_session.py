@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.parallel import Placement
-from paceline.parallel.ranks.session import LOOPBACK_INTERFACE, join_process_group, rendezvous_path
+from paceline.parallel.ranks.rendezvous import rendezvous_path
+from paceline.parallel.ranks.session import LOOPBACK_INTERFACE, join_process_group
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
