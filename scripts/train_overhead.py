@@ -51,6 +51,7 @@ from paceline.training.loop import train
 from paceline.training.metrics.observers import FileObserver
 from paceline.training.metrics.rows import MetricsFile, MetricsRow, StepRow
 from paceline.training.run_state import RunStates
+from paceline.training.signals import StopRequest
 from paceline.training.toml_config import encode_config
 
 WARMUP = 3
@@ -167,7 +168,8 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> tuple[list[float]
     metrics = FileObserver(MetricsFile(f"{config.out}/metrics.jsonl")) if rank == 0 else None
     turns = TakeTurns(BareLoop(config, session), metrics)
     states = RunStates(config, session, f"{config.out}/checkpoints", f"{config.out}/diverged")
-    train(config, session, build(config, session), states, turns)
+    with StopRequest(config.checkpoint.grace_s) as stop:
+        train(config, session, build(config, session), states, turns, stop)
     return turns.trainer_s[WARMUP:], turns.bare_s[WARMUP:]
 
 

@@ -128,18 +128,53 @@ def test_twenty_kills_of_one_rank_change_nothing(place: pathlib.Path) -> None:
     assert _parameters(out) == _parameters(place / "never-killed"), f"seed {seed}"
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> None:
-    command = ("train", "run.toml", *_SMALL, "--set", "training.steps=100000", "--set", "out=long")
-    running = _start(place, *command)
+def _until_it_trains(place: pathlib.Path, *changes: str) -> "subprocess.Popen[str]":
+    endless = ("--ranks", "2", *_SMALL, "--set", "training.steps=100000", *changes)
+    running = _start(place, "train", "run.toml", *endless)
     assert running.stderr is not None
     for line in running.stderr:
         if line.startswith("step 2 "):
             break
+    return running
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> None:
+    running = _until_it_trains(place, "--set", "out=long", "--set", "checkpoint.every_steps=99999")
+    running.send_signal(signal.SIGUSR1)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 143, stderr
+    assert stdout.startswith("stopped after step ")
+    assert "failed" not in stderr
+    assert list((place / "long" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_signals_to_all_processes_are_one_request(place: pathlib.Path) -> None:
+    running = _until_it_trains(place, "--set", "out=all", "--set", "checkpoint.every_steps=99999")
     os.killpg(running.pid, signal.SIGTERM)
     stdout, stderr = running.communicate(timeout=120)
     assert running.returncode == 143, stderr
     assert stdout.startswith("stopped after step ")
-    assert list((place / "long" / "checkpoints").glob("step-*"))
+    assert list((place / "all" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_that_cannot_save(place: pathlib.Path) -> None:
+    running = _until_it_trains(place, "--set", "out=stuck", "--set", "checkpoint.every_steps=99999")
+    first, second = _ranks(running.pid)
+    os.kill(second, signal.SIGSTOP)  # The other rank waits for it.
+    time.sleep(0.5)
+    running.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert running.poll() is None
+    running.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    os.kill(second, signal.SIGCONT)
+    _, stderr = running.communicate(timeout=10)
+    assert running.returncode == 143
+    assert "not saved: a second SIGTERM" in stderr
+    assert not pathlib.Path(f"/proc/{first}").exists()
+    assert not list((place / "stuck" / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import tyro
 from paceline.benchmarks.harness.config import ModelName
 from paceline.cli.output import Flat, OutputOptions, print_json, say
 from paceline.core.errors import UsageError
-from paceline.core.processes import die_with_agent
+from paceline.core.processes import STOPPED, die_with_agent, termination_as_exit
 
 if TYPE_CHECKING:
     from paceline.core.plan import Estimate
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.training.forecast import Forecast
 
 _TEMPLATE = "init"
-_STOPPED = 143
-"""Exit code of a run that was asked to stop and has saved its state."""
+_LEAVING_S = 3.0
+"""For ranks to leave, once they have saved or their time for it is over."""
 _FIRST_RANK_SPEAKS_S = 5.0
 
 
@@ -109,6 +109,10 @@ class TrainCommand:
 
     def _train(self, config: "RunConfig") -> int:
         die_with_agent(os.environ)  # Before torch is imported, which takes seconds.
+        with termination_as_exit():
+            return self._train_here(config)
+
+    def _train_here(self, config: "RunConfig") -> int:
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.placement import is_launched
         from paceline.training.loop import DivergedError
@@ -120,6 +124,7 @@ class TrainCommand:
             ranks_per_host=self.ranks,
             device=config.parallel.device,
             timeout_s=config.parallel.timeout_s,
+            grace_s=config.checkpoint.grace_s + _LEAVING_S,
         ) as session:
             try:
                 final_loss = self._final_loss(config) if session.rank == 0 else None
@@ -136,7 +141,7 @@ class TrainCommand:
                 else:
                     sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
                     sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
-        return 0 if outcome.reason == "finished" else _STOPPED
+        return 0 if outcome.reason == "finished" else STOPPED
 
     def _final_loss(self, config: "RunConfig") -> "Estimate | None":
         """Predicts the loss at the end from smaller runs, where there are any."""

@@ -8,14 +8,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 # Loaded here, because a process between fork and exec must not take a lock to load it.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What asks processes to stop: a scheduler, its warning, and Ctrl-C."""
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a process that was asked to stop, and has."""
+
 # How long the others may take to end by themselves once one of a group has failed.
-_TERMINATION_GRACE_S = 5.0
+TERMINATION_GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.005
 _EXCEPTION = 1
 """The exit code of a Python program that an exception ended."""
@@ -53,42 +59,91 @@ def exit_code_of(return_code: int) -> int:
     return return_code if return_code >= 0 else 128 - return_code
 
 
-def wait_for_group(processes: Mapping[str, subprocess.Popen[bytes]]) -> tuple[int, str | None]:
+def wait_for_group(
+    processes: Mapping[str, subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
+) -> tuple[int, str | None]:
     """Waits until all processes end; the first that fails ends the others.
 
     A process that loses a peer ends with 1, as after any exception, and may end before the peer
     has: it takes a moment to leave the interpreter. So others get that moment too, and who ended
-    otherwise is to blame.
+    otherwise is to blame. One that ends with 143 was asked to stop: the others get the same time
+    for it that they get when this process is asked, which passes the signal on.
+
+    Args:
+        processes: By name.
+        grace_s: How long they may take to stop when they are asked to.
 
     Returns the exit code of the group, and the name of the process that failed first.
     """
     running = dict(processes)
     try:
-        name, code = _next_failure(running, deadline=None)
-        if code == _EXCEPTION:
-            deadline = time.monotonic() + _BLAME_S
-            while running and time.monotonic() < deadline:
-                other, its_code = _next_failure(running, deadline=deadline)
-                if its_code not in (0, _EXCEPTION):
-                    return its_code, other
-        return code, name
+        with _PassedOn() as requests:
+            name, code = _next_failure(running, None, requests, grace_s)
+            if code == _EXCEPTION:
+                deadline = time.monotonic() + _BLAME_S
+                while running and time.monotonic() < deadline:
+                    other, its_code = _next_failure(running, deadline, requests, grace_s)
+                    if its_code not in (0, STOPPED, _EXCEPTION):
+                        return its_code, other
+            return code, name
     finally:
         end_processes(list(running.values()))
 
 
 def _next_failure(
-    running: dict[str, subprocess.Popen[bytes]], deadline: float | None
+    running: dict[str, subprocess.Popen[bytes]],
+    deadline: float | None,
+    requests: "_PassedOn",
+    grace_s: float,
 ) -> tuple[str | None, int]:
     """Waits for a process that fails, and returns its name and exit code; takes away who ended."""
-    while running and (deadline is None or time.monotonic() < deadline):
+    code, was_asked = 0, False
+    while running:
+        if deadline is not None and time.monotonic() >= deadline:
+            return None, STOPPED if was_asked else code
+        is_asked = requests.send_to(running.values())
         for name, process in list(running.items()):
             return_code = process.poll()
             if return_code is not None:
                 del running[name]
-            if return_code:
+            if return_code == STOPPED or (was_asked and return_code == -signal.SIGTERM):
+                is_asked, code = True, STOPPED
+            elif return_code == _EXCEPTION and code == STOPPED:
+                pass  # It has lost a peer that did not wait for it.
+            elif return_code:
                 return name, exit_code_of(return_code)
+        if is_asked and not was_asked:
+            was_asked, deadline = True, time.monotonic() + grace_s
         time.sleep(_POLL_INTERVAL_S)
-    return None, 0
+    return None, code
+
+
+class _PassedOn:
+    """Notes requests to stop while it is open, to be passed on; on the main thread only."""
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._received.append(number)
+
+    def send_to(self, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
+        """Sends what has come since the last time, and says whether anything has."""
+        received, self._received = self._received, []
+        for process in processes if received else ():
+            for number in received:
+                process.send_signal(number)
+        return bool(received)
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -96,7 +151,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + _TERMINATION_GRACE_S
+    deadline = time.monotonic() + TERMINATION_GRACE_S
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -124,13 +179,14 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def termination_as_exit() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit(143) while it is open, so that `finally` blocks run."""
+    """Turns SIGTERM and SIGUSR1 into SystemExit(143) while it is open: `finally` blocks run."""
 
     def leave(_signal: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(STOPPED)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    previous = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in previous.items():
+            signal.signal(each, handler)

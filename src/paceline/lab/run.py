@@ -24,6 +24,9 @@ from paceline.records.links import link_variables
 # Nothing else lives in a host's namespace, so any port is free.
 _MASTER_PORT = 15_000
 
+_GRACE_S = 60.0
+"""For ranks that save something when they are asked to stop; a second request cuts it short."""
+
 
 def run_in_lab(
     command: Sequence[str], *, num_hosts: int, ranks_per_host: int, link: LinkShape
@@ -64,7 +67,7 @@ def run_on_hosts(
         name = f"host {host.index} rank {rank}"
         processes[name] = process
         pumps += [_pump(stream, name) for stream in (process.stdout, process.stderr) if stream]
-    exit_code, culprit = wait_for_group(processes)
+    exit_code, culprit = wait_for_group(processes, grace_s=_GRACE_S)
     for pump in pumps:
         pump.join(timeout=5)
     if culprit is not None:

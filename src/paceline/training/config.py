@@ -229,9 +229,12 @@ class CheckpointConfig:
     """Checkpoints that are kept."""
     asynchronous: bool = True
     """Write while training goes on."""
+    grace_s: float = 25.0
+    """Seconds to finish the step and save in, when the run is asked to stop; torchrun and Slurm
+    wait for 30 by default."""
 
     def __post_init__(self) -> None:
-        _require_positive("checkpoint", self, "every_steps", "keep_last")
+        _require_positive("checkpoint", self, "every_steps", "keep_last", "grace_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

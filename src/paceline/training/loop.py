@@ -44,7 +44,12 @@ class RunOutcome:
 
 
 def train(
-    config: RunConfig, session: Session, trainee: Trainee, states: RunStates, observer: Observer
+    config: RunConfig,
+    session: Session,
+    trainee: Trainee,
+    states: RunStates,
+    observer: Observer,
+    stop: StopRequest,
 ) -> RunOutcome:
     """Trains from where the run was left to its last step, or until it is asked to stop.
 
@@ -54,6 +59,7 @@ def train(
         trainee: The model and its optimizers, as built.
         states: Saves and restores all that a run consists of.
         observer: Is told what happens.
+        stop: Whether the run was asked to stop.
     """
     num_steps = config.training.steps
     runner = TrainingStep(
@@ -64,12 +70,9 @@ def train(
     probe = StepProbe(
         trainee.model, session.device, config.logging.every_steps, enabled=session.rank == 0
     )
-    with (
-        StopRequest() as stop,
-        TorchLoader(
-            config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
-        ) as loader,
-    ):
+    with TorchLoader(
+        config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
+    ) as loader:
         step = states.restore(trainee, loader)
         observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
         result = None
@@ -109,7 +112,9 @@ def train(
                 )
             )
             is_last = step == num_steps or result.stop
-            if held_out is not None and (is_last or step % config.evaluation.every_steps == 0):
+            if held_out is not None and (
+                step == num_steps or step % config.evaluation.every_steps == 0
+            ):
                 began = time.perf_counter()
                 found = held_out.evaluate(trainee.model, runner.autocast)
                 sample = None if sampler is None else sampler.sample(trainee, runner.autocast)

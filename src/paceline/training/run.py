@@ -23,6 +23,7 @@ from paceline.training.metrics.sinks import require_sinks
 from paceline.training.metrics.watchers import expect, make_observers
 from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, EXPECTATION
 from paceline.training.run_state import RunStates
+from paceline.training.signals import StopRequest
 from paceline.training.toml_config import encode_config
 
 
@@ -44,6 +45,13 @@ def run(
         calibration: Records of ``paceline calibrate``, to predict the time of a step from.
         final_loss: Loss at the end, where it was predicted; the first rank's counts.
     """
+    with StopRequest(config.checkpoint.grace_s) as stop:
+        return _run(config, session, calibration, stop)
+
+
+def _run(
+    config: RunConfig, session: Session, calibration: pathlib.Path | None, stop: StopRequest
+) -> RunOutcome:
     directory = pathlib.Path(config.out)
     require_startable(
         config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
@@ -56,7 +64,7 @@ def run(
     try:
         trainee = build(config, session)
         states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
-        return train(config, session, trainee, states, observers)
+        return train(config, session, trainee, states, observers, stop)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

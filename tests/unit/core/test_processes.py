@@ -65,6 +65,41 @@ def test_who_failed_first_is_named(programs: list[str], expected: tuple[int, str
     assert all(process.returncode is not None for process in processes.values())
 
 
+_ASKS = r"""
+import os, signal, subprocess, sys, threading
+from paceline.core.processes import wait_for_group
+
+rank = "import signal, sys, time\n"
+rank += "signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.5), sys.exit(143)))\n"
+rank += "print(flush=True)\n"
+rank += "time.sleep(float(sys.argv[1]))"
+ranks = {
+    name: subprocess.Popen([sys.executable, "-c", rank, seconds], stdout=subprocess.PIPE)
+    for name, seconds in zip("ab", sys.argv[1:])
+}
+for each in ranks.values():
+    each.stdout.readline()
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+code, culprit = wait_for_group(ranks, grace_s=2)
+print(code, culprit, [each.returncode for each in ranks.values()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"),
+    [
+        # Both have time to save; one has finished before it hears of it.
+        (("30", "30"), "143 None [143, 143]\n"),
+        (("0.1", "30"), "143 None [0, 143]\n"),
+    ],
+)
+def test_a_request_to_stop_is_passed_on(seconds: tuple[str, ...], printed: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _ASKS, *seconds], capture_output=True, text=True, timeout=30
+    )
+    assert result.stdout == printed, result.stderr
+
+
 _AGENT = """
 import os, subprocess, sys
 ready = "from paceline.core.processes import die_with_agent; import os, time; "

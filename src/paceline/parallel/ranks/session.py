@@ -24,6 +24,7 @@ import torch.distributed.nn.functional
 
 from paceline.core.errors import UsageError
 from paceline.core.processes import (
+    TERMINATION_GRACE_S,
     die_with_agent,
     die_with_parent,
     termination_as_exit,
@@ -72,7 +73,11 @@ class Session:
 
 @contextlib.contextmanager
 def distributed_session(
-    *, ranks_per_host: int | None = None, device: str = "auto", timeout_s: float = 600.0
+    *,
+    ranks_per_host: int | None = None,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    grace_s: float = TERMINATION_GRACE_S,
 ) -> Iterator[Session]:
     """Joins the process group, and leaves it in the end.
 
@@ -81,6 +86,8 @@ def distributed_session(
             or one. Under torchrun, the lab and Slurm with a task per rank it is not used.
         device: auto, cpu or cuda. cuda means NCCL and the GPU of the local rank, cpu gloo.
         timeout_s: After which a collective that makes no progress is an error.
+        grace_s: How long ranks that are started here may take to end when this process is asked to
+            stop; the signal is passed on to them.
     """
     die_with_agent(os.environ)
     device_type = _device_type(device)
@@ -88,7 +95,7 @@ def distributed_session(
         ranks_per_host = _default_ranks_per_host(device_type)
     placement = find_placement(os.environ, ranks_per_host)
     if isinstance(placement, HostPlacement):
-        raise SystemExit(_run_copies(placement))
+        raise SystemExit(_run_copies(placement, grace_s))
     own_device = torch.device(device_type)
     if device_type == "cuda":
         own_device = torch.device("cuda", accelerator_index(placement, torch.cuda.device_count()))
@@ -150,7 +157,7 @@ def _default_ranks_per_host(device_type: str) -> int:
     return torch.cuda.device_count() if device_type == "cuda" else 1
 
 
-def _run_copies(host: HostPlacement) -> int:
+def _run_copies(host: HostPlacement, grace_s: float) -> int:
     """Starts a copy of this script per local rank and returns their exit code."""
     if hasattr(sys, "ps1") or sys.orig_argv[1:] in ([], ["-"]):
         raise UsageError(
@@ -181,7 +188,7 @@ def _run_copies(host: HostPlacement) -> int:
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 preexec_fn=lambda: die_with_parent(parent_pid),
             )
-        exit_code, culprit = wait_for_group(processes)
+        exit_code, culprit = wait_for_group(processes, grace_s=grace_s)
     if culprit is not None:
         sys.stderr.write(f"paceline: {culprit} failed with exit code {exit_code}\n")
     return exit_code
