@@ -15,6 +15,7 @@ from paceline.training.audit import audit_run
 from paceline.training.toml_config import encode_config
 from tests.distributed.small_runs import changed as changed_run
 from tests.distributed.small_runs import losses_of, small_run
+from tests.processes import children_of, is_running
 
 BIN = pathlib.Path(sys.executable).parent
 _OPTIONS = (
@@ -51,23 +52,6 @@ def _start(*command: str) -> "subprocess.Popen[str]":
     )
 
 
-def _workers(agent: int) -> list[int]:
-    try:
-        return [
-            int(pid)
-            for pid in pathlib.Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-        ]
-    except FileNotFoundError:
-        return []
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.slow
 def test_restarted_ranks_meet(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "restarted.py"
@@ -89,12 +73,12 @@ def test_ranks_die_with_a_killed_agent(tmp_path: pathlib.Path) -> None:
     agent = _start(str(script))
     assert agent.stdout is not None
     assert [agent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    workers = _workers(agent.pid)
+    workers = children_of(agent.pid)
     agent.kill()
     killed = time.monotonic()
     agent.communicate()
     assert len(workers) == 2
-    while any(_is_running(pid) for pid in workers):
+    while any(is_running(pid) for pid in workers):
         assert time.monotonic() - killed < 5
         time.sleep(0.05)
 
@@ -115,7 +99,7 @@ def test_a_run_under_torchrun_survives_kills_to_the_bit(tmp_path: pathlib.Path) 
         while _last_step(config.out) < step:
             assert agent.poll() is None
             time.sleep(0.002)
-        os.kill(_workers(agent.pid)[victim], signal.SIGKILL)
+        os.kill(children_of(agent.pid)[victim], signal.SIGKILL)
         # Its successor forgets the steps after the checkpoint that it goes on from.
         while _last_step(config.out) >= step and agent.poll() is None:
             time.sleep(0.002)

@@ -46,11 +46,15 @@ def run(
         final_loss: Loss at the end, where it was predicted; the first rank's counts.
     """
     with StopRequest(config.checkpoint.grace_s) as stop:
-        return _run(config, session, calibration, stop)
+        return _run(config, session, calibration, final_loss, stop)
 
 
 def _run(
-    config: RunConfig, session: Session, calibration: pathlib.Path | None, stop: StopRequest
+    config: RunConfig,
+    session: Session,
+    calibration: pathlib.Path | None,
+    final_loss: Estimate | None,
+    stop: StopRequest,
 ) -> RunOutcome:
     directory = pathlib.Path(config.out)
     require_startable(
