@@ -161,7 +161,7 @@ def test_signals_to_all_processes_are_one_request(place: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_that_cannot_save(place: pathlib.Path) -> None:
     running = _until_it_trains(place, "--set", "out=stuck", "--set", "checkpoint.every_steps=99999")
-    first, second = _ranks(running.pid)
+    first, second = children_of(running.pid)
     os.kill(second, signal.SIGSTOP)  # The other rank waits for it.
     time.sleep(0.5)
     running.send_signal(signal.SIGTERM)
