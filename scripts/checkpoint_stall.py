@@ -1,10 +1,10 @@
 """What checkpoints cost a training run: saved at once, and saved while training goes on.
 
 Two ranks train bytes-34M with AdamW on random tokens, in rounds of 20 steps. A round ends with no
-checkpoint, with one that is written at once, or with one that is written during the next steps;
-the three take turns. Each kind of round is timed whole, with whatever its save still takes from the
-steps after it: before a round begins, nothing is under way. Appends one comparison record per kind
-to a store.
+checkpoint, with one that is written at once, with one that is written during the next steps, or
+with one that is kept in memory with a replica, as if each rank were a host; they take turns. Each
+kind of round is timed whole, with whatever its save still takes from the steps after it: before a
+round begins, nothing is under way. Appends one comparison record per kind to a store.
 
     python scripts/checkpoint_stall.py results/checkpoint-stall.jsonl [--strategy sharded]
 """
@@ -27,14 +27,15 @@ from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.records import RecordStore
 from paceline.training.checkpoint.checkpointer import Checkpointer
+from paceline.training.checkpoint.memory.checkpointer import MemoryCheckpointer
 from paceline.training.checkpoint.state.training import training_state
 
 MODEL = "bytes-34M"
-KINDS = ("none", "synchronous", "asynchronous")
+KINDS = ("none", "synchronous", "asynchronous", "in memory")
 
 
 def train(
-    rank: int, world_size: int, options: dict[str, str | int], place: str
+    rank: int, world_size: int, options: dict[str, str | int], place: str, memory: str
 ) -> dict[str, list[float]]:
     """Returns the seconds of each kind's rounds, and how long `save` itself has taken."""
     torch.manual_seed(0)
@@ -43,10 +44,13 @@ def train(
     model = apply_strategy(strategy, TransformerLM(shape))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-4)
     tokens = torch.randint(shape.vocab_size, (options["batch"], options["context"] + 1))
-    checkpointers = {
+    checkpointers: dict[str, Checkpointer] = {
         kind: Checkpointer(f"{place}/{kind}", keep=1, asynchronous=kind == "asynchronous")
-        for kind in KINDS[1:]
+        for kind in KINDS[1:3]
     }
+    host = pathlib.Path(memory, str(rank))
+    host.mkdir()
+    checkpointers["in memory"] = MemoryCheckpointer(str(host), place)
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, *(f"{k} save" for k in KINDS))}
     number = 0
     for round_index in range(-1, options["rounds"]):
@@ -90,9 +94,13 @@ def main() -> int:
     parser.add_argument(
         "--place", help="a directory for the checkpoints; a temporary one otherwise"
     )
+    parser.add_argument("--memory", default="/dev/shm", help="a tmpfs for those in memory")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.place) as place:
-        found = run_ranks(train, 2, vars(arguments), place, timeout_s=3600)[0]
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.place) as place,
+        tempfile.TemporaryDirectory(dir=arguments.memory) as memory,
+    ):
+        found = run_ranks(train, 2, vars(arguments), place, memory, timeout_s=3600)[0]
         size = sum(path.stat().st_size for path in pathlib.Path(place, KINDS[1]).rglob("*"))
     for kind in KINDS[1:]:
         ratio = ratio_metric(found[kind], found["none"])

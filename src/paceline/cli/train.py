@@ -189,6 +189,11 @@ def _forecast_text(predicted: "Forecast") -> str:
         f"compute     {format_decimal(predicted.flops, 'FLOPs')}",
         f"memory      {format_binary_bytes(predicted.memory.total)} at the peak: {memory}",
     ]
+    if predicted.kept_in_memory_bytes:
+        kept = format_binary_bytes(predicted.kept_in_memory_bytes)
+        lines.append(
+            f"kept        {kept} of host memory per rank for checkpoint.memory_every_steps"
+        )
     if predicted.step_time_s is None or predicted.duration_s is None:
         lines.append("time        not known: --calibration names records of paceline calibrate")
     else:

@@ -232,9 +232,26 @@ class CheckpointConfig:
     grace_s: float = 25.0
     """Seconds to finish the step and save in, when the run is asked to stop; torchrun and Slurm
     wait for 30 by default."""
+    memory_every_steps: int = 0
+    """Steps between states that are kept in the hosts' memory, each part with a replica on the next
+    host; 0 for none."""
+    memory_directory: str = "/dev/shm"
+    """A tmpfs that every host has, for what is kept in memory."""
 
     def __post_init__(self) -> None:
         _require_positive("checkpoint", self, "every_steps", "keep_last", "grace_s")
+        if self.memory_every_steps < 0:
+            raise UsageError(
+                f"checkpoint.memory_every_steps {self.memory_every_steps} must not be negative"
+            )
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Whether a step's state is kept in memory; what goes to the disk is not kept twice."""
+        return (
+            self.memory_every_steps > 0
+            and step % self.memory_every_steps == 0
+            and step % self.every_steps != 0
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

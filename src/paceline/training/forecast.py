@@ -34,6 +34,9 @@ class Forecast:
     """That the run trains on."""
     memory: MemoryParts
     """At the peak of a step, on the rank that holds most."""
+    kept_in_memory_bytes: int
+    """Of a rank's host, for states that are kept there: its part and a replica of another's, both
+    twice while a save is under way, and the copy that the save is made from; 0 where none are."""
     step_time_s: float | None
     """Predicted from a calibration of the machine; None without one."""
     final_loss: Estimate | None = None
@@ -81,8 +84,19 @@ def forecast(
         flops=per_token.model * tokens,
         tokens=tokens,
         memory=memory["before_step"],
+        kept_in_memory_bytes=_kept_in_memory_bytes(config, batch, world_size),
         step_time_s=_step_time_s(config, batch, strategy, world_size, passes, calibration),
     )
+
+
+def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int) -> int:
+    if not config.checkpoint.memory_every_steps:
+        return 0
+    precision = precision_preset(config.training.precision)
+    whole = step_memory(config.model.shape, batch, precision, "none", 1)["before_step"]
+    part = -(-(whole.parameters + whole.optimizer_state) // world_size)
+    own_and_replica = part * (2 if world_size > 1 else 1)
+    return part + 2 * own_and_replica
 
 
 def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:

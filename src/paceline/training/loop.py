@@ -19,7 +19,14 @@ from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
 from paceline.training.metrics.observers import Observer
 from paceline.training.metrics.probe import StepProbe
-from paceline.training.metrics.rows import SAVED, STARTED, EvaluationRow, EventRow, StepRow
+from paceline.training.metrics.rows import (
+    CHECKPOINT,
+    SAVED,
+    STARTED,
+    EvaluationRow,
+    EventRow,
+    StepRow,
+)
 from paceline.training.run_state import RunStates
 from paceline.training.signals import StopRequest
 from paceline.training.steps.nonfinite import explain_nonfinite
@@ -75,6 +82,7 @@ def train(
     ) as loader:
         step = states.restore(trainee, loader)
         observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
+        _tell(observer, step, states)
         result = None
         ended = time.perf_counter()
         while step < num_steps:
@@ -134,12 +142,20 @@ def train(
                 observer.note(
                     EventRow(step=step, name=SAVED, message=f"step {step}", time_s=stall_s)
                 )
+            elif config.checkpoint.is_due_in_memory(step):
+                states.keep_in_memory(step, trainee, loader)
+                _tell(observer, step, states)
             if is_last:
                 break
         states.finish()
     reason: Literal["finished", "stopped"] = "finished" if step == num_steps else "stopped"
     observer.note(EventRow(step=step, name=reason, message=f"after step {step}"))
     return RunOutcome(reason=reason, step=step, loss=result.loss if result else float("nan"))
+
+
+def _tell(observer: Observer, step: int, states: RunStates) -> None:
+    for notice in states.take_notices():
+        observer.note(EventRow(step=step, name=CHECKPOINT, message=notice))
 
 
 def _explain(runner: TrainingStep, trainee: Trainee, batch: TorchBatch) -> str:

@@ -4,6 +4,7 @@ What is saved knows neither ranks nor strategies: any number and any strategy go
 """
 
 import pathlib
+from typing import Any
 
 import msgspec
 
@@ -14,8 +15,11 @@ from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
 from paceline.training.build import Trainee
+from paceline.training.checkpoint.agreement import from_first
 from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.restore import Source, load_newest_valid
+from paceline.training.checkpoint.format.manifest import Json
+from paceline.training.checkpoint.memory.tier import MemoryTier
+from paceline.training.checkpoint.restore import Restored, Source, load_newest_valid
 from paceline.training.checkpoint.state.identity import RunIdentity, identity_of
 from paceline.training.checkpoint.state.random_numbers import (
     capture_random_state,
@@ -44,10 +48,26 @@ class RunStates:
         self._checkpointer = Checkpointer(
             place, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
         )
+        self._memory: MemoryTier | None = None
+        if config.checkpoint.memory_every_steps:
+            self._memory = MemoryTier(config.checkpoint.memory_directory, place)
+
+    def take_notices(self) -> list[str]:
+        """Returns what the user should know of, and was not told yet."""
+        notices = [] if self._memory is None else self._memory.notices[:]
+        if self._memory is not None:
+            self._memory.notices.clear()
+        return notices
 
     def save(self, step: int, trainee: Trainee, loader: TorchLoader) -> None:
         """Saves the state after a step; training may go on at once."""
-        self._save(self._checkpointer, step, trainee, loader)
+        self._checkpointer.save(step, *self._state(trainee, loader))
+
+    def keep_in_memory(self, step: int, trainee: Trainee, loader: TorchLoader) -> None:
+        """Keeps the state after a step in the hosts' memory; that it fails ends nothing."""
+        assert self._memory is not None
+        on_disk = self._checkpointer.published_step
+        self._memory.save(step, *self._state(trainee, loader), on_disk=on_disk)
 
     def keep_diverged(self, step: int, trainee: Trainee, loader: TorchLoader) -> str:
         """Saves the state before a step that failed, apart from the others; returns where.
@@ -57,12 +77,12 @@ class RunStates:
         """
         self._checkpointer.wait()
         with Checkpointer(self._diverged, keep=1, asynchronous=False) as checkpointer:
-            self._save(checkpointer, step, trainee, loader)
+            checkpointer.save(step, *self._state(trainee, loader))
         return self._diverged
 
     def restore(self, trainee: Trainee, loader: TorchLoader) -> int:
         """Restores the newest state that is intact; returns its step, 0 if there is none."""
-        restored = load_newest_valid(
+        restored = self._restore_from_memory(trainee) or load_newest_valid(
             self._place, lambda source: self._load(source, trainee), self._checkpointer.group
         )
         if restored is None:
@@ -79,17 +99,26 @@ class RunStates:
         """Waits until everything is written."""
         self._checkpointer.wait()
         self._checkpointer.close()
+        if self._memory is not None:
+            self._memory.finish()
 
-    def _save(
-        self, checkpointer: Checkpointer, step: int, trainee: Trainee, loader: TorchLoader
-    ) -> None:
-        checkpointer.save(
-            step,
+    def _restore_from_memory(self, trainee: Trainee) -> Restored | None:
+        if self._memory is None:
+            return None
+        steps = from_first(self._checkpointer.place.steps, self._checkpointer.group)
+        on_disk = self._checkpointer.published_step = steps[0] if steps else -1
+        restored = self._memory.load(lambda source: self._load(source, trainee), on_disk)
+        if restored is None and steps:
+            self._memory.notices.append("restored from disk")
+        return restored
+
+    def _state(self, trainee: Trainee, loader: TorchLoader) -> tuple[dict[str, Any], Json, Json]:
+        """Returns the state, what the run says of itself, and what this rank does."""
+        identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
+        return (
             training_state(trainee.model, trainee.optimizers),
-            identity=msgspec.to_builtins(
-                msgspec.structs.replace(self._identity, data=loader.state_dict())
-            ),
-            of_rank={"random": capture_random_state()},
+            msgspec.to_builtins(identity),
+            {"random": capture_random_state()},
         )
 
     def _load(self, source: Source, trainee: Trainee) -> None:

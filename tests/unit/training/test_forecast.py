@@ -1,9 +1,17 @@
+import dataclasses
+
 import pytest
 
 from paceline.core.errors import UsageError
 from paceline.core.units import GIB
 from paceline.data.loader.config import SourceConfig
-from paceline.training.config import DataConfig, ModelConfig, RunConfig, StepConfig
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    StepConfig,
+)
 from paceline.training.forecast import forecast, require_fit
 
 
@@ -28,3 +36,15 @@ def test_smaller_micro_batches_need_less() -> None:
     large, small = (forecast(_config(size), world_size=2).memory for size in (32, 1))
     assert small.activations < large.activations
     assert small.parameters == large.parameters
+
+
+def test_what_is_kept_in_memory_is_said() -> None:
+    config = _config(1)
+    assert forecast(config, world_size=2).kept_in_memory_bytes == 0
+    checkpoint = CheckpointConfig(memory_every_steps=5)
+    kept = dataclasses.replace(config, checkpoint=checkpoint)
+    predicted = forecast(kept, world_size=2)
+    part = 12 * predicted.num_parameters / 2  # float32 weights and both moments, halved.
+    # Its part, and that of another rank; both twice during a save, and the copy of its part.
+    assert predicted.kept_in_memory_bytes == pytest.approx(5 * part, rel=1e-3)
+    assert forecast(kept, world_size=1).kept_in_memory_bytes == pytest.approx(6 * part, rel=1e-3)

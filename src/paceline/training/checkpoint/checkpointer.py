@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from paceline.training.checkpoint.catalog import keep_last
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.format.manifest import Json
-from paceline.training.checkpoint.places import open_place
+from paceline.training.checkpoint.places import Place, open_place
 from paceline.training.checkpoint.torch_storage.failures import named_failures
 from paceline.training.checkpoint.torch_storage.planners import JsonSavePlanner, encode_json
 from paceline.training.checkpoint.torch_storage.staging import HostBuffers
@@ -40,33 +40,35 @@ class Checkpointer:
     """Saves a run's state at steps; all ranks make one and call it alike.
 
     Args:
-        place: A directory that all ranks see, or ``s3://bucket/prefix``.
+        place: A directory that all ranks see, ``s3://bucket/prefix``, or a place that is open.
         keep: How many complete checkpoints stay; all by default.
         asynchronous: Whether training goes on while files are written.
         max_file_bytes: About how large a file may be; one for S3 is in memory as a whole.
+        group: For its messages; one of its own by default.
     """
 
     def __init__(
         self,
-        place: str | os.PathLike[str],
+        place: str | os.PathLike[str] | Place,
         *,
         keep: int | None = None,
         asynchronous: bool = True,
         max_file_bytes: int = DEFAULT_FILE_BYTES,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"at least one checkpoint has to be kept, not {keep}")
-        self.place = open_place(place)
+        self.place = open_place(place) if isinstance(place, (str, os.PathLike)) else place
         self._keep = keep
         self._max_file_bytes = max_file_bytes
         self._buffers = HostBuffers() if asynchronous else None
         self._saving: _Saving | None = None
-        self.group: dist.ProcessGroup | None = None
+        self.group = new_group() if group is None else group
         """For messages about checkpoints, between hosts' CPUs."""
-        if dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self.stall_s = 0.0
         """How long training has waited for checkpoints so far."""
+        self.published_step = -1
+        """The newest step that is known to be published."""
         if self._is_first:
             self.place.sweep()
 
@@ -136,6 +138,9 @@ class Checkpointer:
             dist.destroy_process_group(self.group)
             self.group = None
 
+    def complete(self, step: int, save_id: str) -> None:
+        """Does what is left to do on all ranks once a save is published; nothing here."""
+
     def retain(self) -> None:
         """Removes what is no longer kept; the first rank does, after a checkpoint is published."""
         if not self._is_first:
@@ -147,6 +152,11 @@ class Checkpointer:
     @property
     def _is_first(self) -> bool:
         return self.group is None or dist.get_rank(self.group) == 0
+
+
+def new_group() -> dist.ProcessGroup | None:
+    """Makes a group between the CPUs of all ranks, for messages that do not mix with training's."""
+    return dist.new_group(backend="gloo", timeout=_TIMEOUT) if dist.is_initialized() else None
 
 
 class _Saving:
@@ -186,6 +196,8 @@ class _Saving:
                     planner=JsonSavePlanner(),
                     process_group=self._checkpointer.group,
                 )
+            self._checkpointer.complete(self._attempt.step, self._writer.save_id)
+            self._checkpointer.published_step = self._attempt.step
             failed = False
         except BaseException as error:  # The thread's caller raises it.
             self.error = error

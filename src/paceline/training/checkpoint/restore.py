@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from paceline.core.finding import Finding
+from paceline.training.checkpoint.agreement import from_first
 from paceline.training.checkpoint.catalog import Checkpoint, open_checkpoint
 from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from paceline.training.checkpoint.format.manifest import Json
+from paceline.training.checkpoint.format.manifest import Json, Manifest
 from paceline.training.checkpoint.places import Place, open_place
 from paceline.training.checkpoint.torch_storage.failures import named_failures
 from paceline.training.checkpoint.torch_storage.planners import JsonLoadPlanner
@@ -39,11 +40,17 @@ class Source:
     Args:
         checkpoint: One whose manifest is intact.
         group: The ranks that load, as a group between CPUs; all by default.
+        reader: Reads the checkpoint, where its files alone do not suffice.
     """
 
-    def __init__(self, checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        group: dist.ProcessGroup | None = None,
+        reader: CheckpointReader | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
-        self.reader = CheckpointReader(checkpoint)
+        self.reader = CheckpointReader(checkpoint) if reader is None else reader
         self.group = group
 
     def load(self, state: dict[str, Any]) -> None:
@@ -80,30 +87,34 @@ def load_newest_valid(
     """
     place = open_place(where)
     passed_over: list[Finding] = []
-    for step in _from_first(place.steps, group):
+    for step in from_first(place.steps, group):
         try:
             source = Source(
-                _from_first(functools.partial(open_checkpoint, place, step), group), group
+                from_first(functools.partial(open_checkpoint, place, step), group), group
             )
             load(source)
             source.reader.verify_rest(group)
         except DamagedCheckpointError as error:
             passed_over.append(Finding(name="damaged", message=str(error)))
-            _from_first(functools.partial(_set_aside, place, step), group)
+            from_first(functools.partial(_set_aside, place, step), group)
             continue
-        manifest = source.checkpoint.manifest
-        return Restored(
-            step=step,
-            identity=json.loads(bytes(manifest.identity)),
-            ranks=[json.loads(bytes(one)) for one in manifest.ranks],
-            passed_over=passed_over,
-        )
+        return restored_from(source.checkpoint.manifest, passed_over)
     if passed_over:
         raise CheckpointError(
             f"{place.url}: none of {len(passed_over)} checkpoints is intact; the newest: "
             f"{passed_over[0].message}"
         )
     return None
+
+
+def restored_from(manifest: Manifest, passed_over: list[Finding]) -> Restored:
+    """Returns what a checkpoint says, after its state was loaded."""
+    return Restored(
+        step=manifest.step,
+        identity=json.loads(bytes(manifest.identity)),
+        ranks=[json.loads(bytes(one)) for one in manifest.ranks],
+        passed_over=passed_over,
+    )
 
 
 def load_step(
@@ -121,7 +132,7 @@ def load_step(
         group: The ranks, as a group between CPUs; all by default.
     """
     place = open_place(where)
-    source = Source(_from_first(functools.partial(open_checkpoint, place, step), group), group)
+    source = Source(from_first(functools.partial(open_checkpoint, place, step), group), group)
     load(source)
     source.reader.verify_rest(group)
 
@@ -132,19 +143,3 @@ def _set_aside(place: Place, step: int) -> None:
         place.set_aside(step, os.urandom(4).hex())
     except CheckpointError:
         return
-
-
-def _from_first(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Returns on all ranks what a function returns on the first, or raises what it raises there."""
-    if not dist.is_initialized():
-        return function()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]

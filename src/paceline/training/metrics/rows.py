@@ -61,6 +61,8 @@ STARTED = "started"
 """The event with which every attempt of a run begins."""
 SAVED = "saved"
 """The event of a checkpoint."""
+CHECKPOINT = "checkpoint"
+"""The event of a state that came from memory or disk, or could not be kept."""
 FINISHED = "finished"
 """The event after the last step."""
 

@@ -31,10 +31,8 @@ def read_block(
     storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, block: int
 ) -> bytes:
     """Returns one block of a chunk, and raises if it is not what was saved."""
-    num_bytes = num_elements(chunk) * ITEM_BYTES[manifest.tensors[name].dtype]
     file = manifest.files[chunk.file]
-    start = chunk.start + block * manifest.block_bytes
-    end = min(start + manifest.block_bytes, chunk.start + num_bytes)
+    start, end = block_range(manifest, name, chunk, block)
     content = read_bytes(storage, file.name, start, end)
     if blake3.blake3(content).hexdigest() != chunk.blake3[block]:
         raise DamagedCheckpointError(
@@ -42,6 +40,13 @@ def read_block(
             f"bytes than when it was saved, between {start} and {end}; {REMEDY}"
         )
     return content
+
+
+def block_range(manifest: Manifest, name: str, chunk: ChunkEntry, block: int) -> tuple[int, int]:
+    """Returns the first byte of a block in its file, and the byte after its last."""
+    num_bytes = num_elements(chunk) * ITEM_BYTES[manifest.tensors[name].dtype]
+    start = chunk.start + block * manifest.block_bytes
+    return start, min(start + manifest.block_bytes, chunk.start + num_bytes)
 
 
 def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> None:

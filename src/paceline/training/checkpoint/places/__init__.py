@@ -19,6 +19,10 @@ class Place(Protocol):
     def url(self) -> str:
         """The place itself, as a user would write it."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether every rank sees what any of them has written."""
+
     def steps(self) -> list[int]:
         """Returns the steps that were published, the newest first."""
 

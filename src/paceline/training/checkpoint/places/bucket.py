@@ -28,6 +28,11 @@ class BucketPlace:
         """The bucket and the prefix."""
         return self._storage.url
 
+    @property
+    def is_shared(self) -> bool:
+        """Yes: there is one bucket."""
+        return True
+
     def steps(self) -> list[int]:
         """Returns the steps that have a manifest, the newest first."""
         return sorted(_published(self._storage.sizes()), reverse=True)

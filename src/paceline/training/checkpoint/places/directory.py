@@ -42,6 +42,11 @@ class DirectoryPlace:
         """The directory's path."""
         return str(self.directory)
 
+    @property
+    def is_shared(self) -> bool:
+        """Yes: all ranks are to be given the same directory."""
+        return True
+
     def steps(self) -> list[int]:
         """Returns the steps that were published, the newest first."""
         with _list_errors(self.directory):

@@ -132,9 +132,12 @@ class CheckpointReader(StorageReader):
         ]
         problem = ""
         try:
-            for file in range(rank, len(self._manifest.files), world_size):
-                verify_header(self._storage, self._manifest, file)
-            for stored, block in unread[rank::world_size]:
+            for file in range(len(self._manifest.files)):
+                if self.verifies(file, file, rank, world_size):
+                    verify_header(self._storage, self._manifest, file)
+            for number, (stored, block) in enumerate(unread):
+                if not self.verifies(number, stored.chunk.file, rank, world_size):
+                    continue
                 read_block(self._storage, self._manifest, stored.name, stored.chunk, block)
         except DamagedCheckpointError as error:
             problem = f"rank {rank}: {error}"
@@ -145,21 +148,42 @@ class CheckpointReader(StorageReader):
         for found in filter(None, problems):
             raise DamagedCheckpointError(found)
 
+    def verifies(self, number: int, file: int, rank: int, world_size: int) -> bool:
+        """Whether a rank is the one that reads something which nobody needed.
+
+        Args:
+            number: Of the thing, among all of its kind.
+            file: Of the file that it is in.
+            rank: Of those that load.
+            world_size: How many load.
+        """
+        return number % world_size == rank
+
     def _position(self, item: ReadItem) -> tuple[int, int]:
         """Returns where an item is, so that files are read front to back."""
         stored = self._stored.get(item.storage_index)
         return (-1, 0) if stored is None else (stored.chunk.file, stored.chunk.start)
+
+    def _blocks(self, item: ReadItem) -> tuple[int, range]:
+        """Returns the first byte of an item in its chunk, and the blocks that it lies in."""
+        stored = self._stored[item.storage_index]
+        chunk = stored.chunk
+        row_bytes = (
+            math.prod(chunk.shape[1:]) * ITEM_BYTES[self._manifest.tensors[stored.name].dtype]
+        )
+        first, rows = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
+        start, end = first * row_bytes, (first + rows) * row_bytes
+        size = self._manifest.block_bytes
+        return start, range(start // size, -(-end // size))
 
     def _read(self, item: ReadItem) -> Tensor:
         """Returns the elements that an item asks for."""
         stored = self._stored[item.storage_index]
         chunk = stored.chunk
         dtype = self._manifest.tensors[stored.name].dtype
-        row_bytes = math.prod(chunk.shape[1:]) * ITEM_BYTES[dtype]
-        first, rows = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
-        start, end = first * row_bytes, (first + rows) * row_bytes
+        start, blocks = self._blocks(item)
+        rows = item.lengths[0] if chunk.shape else 1
         size = self._manifest.block_bytes
-        blocks = range(start // size, -(-end // size))
         content = read_chunk(self._storage, self._manifest, stored.name, chunk, blocks)
         self._is_verified[stored.first_block + blocks.start : stored.first_block + blocks.stop] = 1
         shape = [rows, *chunk.shape[1:]] if chunk.shape else []

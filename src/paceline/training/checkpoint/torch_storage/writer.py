@@ -97,6 +97,11 @@ class CheckpointWriter(StorageWriter):
         self._is_coordinator = False
         self._of_ranks: list[msgspec.Raw] = []
 
+    @property
+    def save_id(self) -> str:
+        """The name of the attempt, once the ranks have planned it."""
+        return self._save_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: a writer writes one checkpoint."""
 
@@ -139,17 +144,18 @@ class CheckpointWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the checkpoint."""
         manifest = self._manifest(metadata, [result for own in results for result in own])
-        self._require_visible(manifest.files)
+        if self._attempt.place.is_shared:
+            self._require_visible(manifest.files)
         self._attempt.place.publish(self._attempt.step, self._save_id, encode_manifest(manifest))
         # torch would send this to all ranks, none of which needs it.
         metadata.state_dict_metadata.clear()
         metadata.planner_data = None
 
     def close(self, *, failed: bool) -> None:
-        """Lets go of the attempt; the first rank removes one that failed."""
+        """Lets go of the attempt; who has a place for itself removes one that failed."""
         if not self._save_id:
             return
-        if failed and self._is_coordinator:
+        if failed and (self._is_coordinator or not self._attempt.place.is_shared):
             self._attempt.place.abandon(self._attempt.step, self._save_id)
         else:
             self._attempt.place.release(self._attempt.step, self._save_id)
