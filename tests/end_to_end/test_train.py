@@ -178,6 +178,46 @@ def test_a_second_signal_ends_a_run_that_cannot_save(place: pathlib.Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_supervised_run_survives_kills_to_the_bit(place: pathlib.Path) -> None:
+    command = ("train", "run.toml", "--ranks", "2", *_SMALL, "--set", "training.steps=150")
+    _paceline(place, *command, "--set", "out=unsupervised")
+    out = place / "supervised"
+    running = _start(place, *command, "--set", "out=supervised", "--supervise")
+    for victim, step in ((0, 12), (1, 51), (0, 93)):
+        while _last_step(out) < step:
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.002)
+        os.kill(children_of(running.pid)[victim], signal.SIGKILL)
+        while _last_step(out) >= step:
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.002)
+    stdout, stderr = running.communicate(timeout=240)
+    assert running.returncode == 0, stderr
+    assert stdout.startswith("finished after step 150")
+    assert _losses(place, "supervised") == _losses(place, "unsupervised")
+    assert _parameters(out) == _parameters(place / "unsupervised")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    restarts = [row for row in rows if row.get("name") == "restarted"]
+    assert [row["details"]["restart"] for row in restarts] == [1, 2, 3]
+    assert [row["details"]["rank"] for row in restarts] == [0, 1, 0]
+    for row in restarts:
+        parts = ("wait_s", "rendezvous_s", "load_s", "first_step_s")
+        assert row["time_s"] == pytest.approx(sum(row["details"][part] for part in parts), abs=0.1)
+    audited = _paceline(place, "data", "audit", "supervised")
+    assert audited == "supervised: 150 steps, every sample exactly once\n"
+
+
+@pytest.mark.slow
+def test_a_supervised_run_that_diverges_is_not_restarted(place: pathlib.Path) -> None:
+    diverging = ("--set", "optimizer.learning_rate=1e30", "--set", "out=diverging-again")
+    running = _start(place, "train", "run.toml", "--ranks", "2", "--supervise", *_SMALL, *diverging)
+    _, stderr = running.communicate(timeout=240)
+    assert running.returncode == 1
+    assert len([line for line in stderr.splitlines() if line.startswith("paceline: error")]) == 1
+    assert "starting again would not help" in stderr
+
+
+@pytest.mark.slow
 def test_a_run_that_diverges_says_so_once(place: pathlib.Path) -> None:
     diverging = ("--set", "optimizer.learning_rate=1e30", "--set", "out=diverging")
     running = _start(place, "train", "run.toml", "--ranks", "2", *_SMALL, *diverging)

@@ -5,7 +5,6 @@ Nothing here, nor in any module that it imports, may load torch or numpy: a verb
 are needed to parse its flags, its work is not.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,8 +25,8 @@ from paceline.cli import (
     scaling,
     train,
 )
+from paceline.cli.exit_codes import guarded
 from paceline.cli.plan.verb import PlanCommand
-from paceline.core.errors import DISK_FULL, PacelineError
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -64,33 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0
-    try:
-        exit_code = parse(arguments).run()
-        sys.stdout.flush()
-    except PacelineError as error:
-        sys.stderr.write(f"paceline: error: {error}\n")
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        package = (error.name or "paceline").partition(".")[0]
-        if package == "paceline":
-            raise
-        sys.stderr.write(f"paceline: error: {_missing(package)}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("paceline: interrupted\n")
-        return 130
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        if error.filename is None and error.errno not in DISK_FULL:
-            raise
-        where = f"{error.filename}: " if error.filename is not None else ""
-        remedy = "make room" if error.errno in DISK_FULL else "name another path"
-        sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
-        return 1
-    return exit_code
+    return guarded(lambda: parse(arguments).run())
 
 
 def parse(arguments: Sequence[str]) -> Verb:
@@ -99,13 +72,3 @@ def parse(arguments: Sequence[str]) -> Verb:
         Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
     )
     return command
-
-
-def _missing(package: str) -> str:
-    """Says what to do about a package that a verb needs and that is not installed."""
-    if package == "torch":
-        return (
-            "torch is not installed, and this verb computes with it; pip install torch, without a "
-            "GPU its CPU build; plan, scaling, data, report and lab work without it"
-        )
-    return f"the package {package} is not installed; pip install {package}"

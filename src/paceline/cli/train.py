@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.benchmarks.harness.config import ModelName
+from paceline.cli.exit_codes import guarded
 from paceline.cli.output import Flat, OutputOptions, print_json, say
 from paceline.core.errors import UsageError
 from paceline.core.processes import STOPPED, die_with_agent, termination_as_exit
 
 if TYPE_CHECKING:
     from paceline.core.plan import Estimate
+    from paceline.parallel.ranks.supervision.supervisor import Restart
     from paceline.training.config import RunConfig
     from paceline.training.forecast import Forecast
 
@@ -38,6 +40,10 @@ class TrainCommand:
     strategy and ranks; --set has the last word."""
     ranks: int | None = None
     """Ranks to start on this host, where no launcher (torchrun, Slurm) has; one per GPU, or one."""
+    supervise: bool = False
+    """Start ranks again that die or hang, from the newest checkpoint; for the ranks of one host."""
+    max_restarts: int = 100
+    """How often --supervise starts them again, at most; less often if one step fails thrice."""
     dry_run: bool = False
     """Print the resolved config and what the run will take, and stop."""
     calibration: pathlib.Path | None = None
@@ -113,13 +119,41 @@ class TrainCommand:
             return self._train_here(config)
 
     def _train_here(self, config: "RunConfig") -> int:
-        from paceline.parallel import distributed_session
         from paceline.parallel.ranks.placement import is_launched
+
+        if self.supervise:
+            if is_launched(os.environ):
+                raise UsageError(
+                    "--supervise restarts ranks that it has started itself; under torchrun use its "
+                    "--max-restarts, under Slurm --requeue"
+                )
+            return self._supervise(config)
+        if not is_launched(os.environ):
+            self._require_startable(config)
+        return self._be_rank(config, ())
+
+    def _supervise(self, config: "RunConfig") -> int:
+        # Asking the driver itself would leave forked ranks without their GPUs.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        from paceline.parallel.ranks.supervision.supervisor import supervise
+        from paceline.training.preload import preload
+
+        preload()
+        return supervise(
+            lambda restarts: guarded(lambda: self._be_rank(config, restarts)),
+            num_ranks=self._require_startable(config),
+            max_restarts=self.max_restarts,
+            hang_s=config.parallel.timeout_s,
+            grace_s=config.checkpoint.grace_s + _LEAVING_S,
+        )
+
+    def _be_rank(self, config: "RunConfig", restarts: "tuple[Restart, ...]") -> int:
+        """Trains as one rank, or starts the ranks that do."""
+        from paceline.parallel import distributed_session
+        from paceline.parallel.ranks.supervision.heartbeats import beat_final
         from paceline.training.loop import DivergedError
         from paceline.training.run import run
 
-        if not is_launched(os.environ):
-            self._require_startable(config)
         with distributed_session(
             ranks_per_host=self.ranks,
             device=config.parallel.device,
@@ -128,8 +162,9 @@ class TrainCommand:
         ) as session:
             try:
                 final_loss = self._final_loss(config) if session.rank == 0 else None
-                outcome = run(config, session, self.calibration, final_loss)
+                outcome = run(config, session, self.calibration, final_loss, restarts)
             except DivergedError as error:
+                beat_final()
                 if session.rank == 0:
                     raise
                 # All ranks know the same: the first one says it, and ends the others.
@@ -160,8 +195,8 @@ class TrainCommand:
             say(f"{self.runs}: the run has {beyond:.3g} times the compute of the largest one there")
         return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
-    def _require_startable(self, config: "RunConfig") -> None:
-        """Raises before ranks are started, which takes seconds and ends in an error of each."""
+    def _require_startable(self, config: "RunConfig") -> int:
+        """Raises before ranks are started, which takes seconds; returns how many there will be."""
         import torch
 
         from paceline.training.run import require_startable, usable_bytes
@@ -174,6 +209,7 @@ class TrainCommand:
             num_ranks = self.ranks or torch.cuda.device_count()
             rank_bytes = None
         require_startable(config, num_ranks, rank_bytes)
+        return num_ranks
 
 
 def _forecast_text(predicted: "Forecast") -> str:

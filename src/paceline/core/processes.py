@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 _PR_SET_PDEATHSIG = 1
 # Loaded here, because a process between fork and exec must not take a lock to load it.
@@ -59,6 +59,80 @@ def exit_code_of(return_code: int) -> int:
     return return_code if return_code >= 0 else 128 - return_code
 
 
+class Signalled(Protocol):
+    """A process that takes signals."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends one, unless the process has ended."""
+
+
+class PassedOn:
+    """Notes requests to stop while it is open, to be passed on; on the main thread only."""
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._received.append(number)
+
+    def send_to(self, processes: Iterable[Signalled]) -> bool:
+        """Sends what has come since the last time, and says whether anything has."""
+        received, self._received = self._received, []
+        for process in processes if received else ():
+            for number in received:
+                process.send_signal(number)
+        return bool(received)
+
+    def come_within(self, seconds: float) -> bool:
+        """Waits, and says whether a request has come by then; returns when it comes."""
+        deadline = time.monotonic() + seconds
+        while not self._received and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
+        return bool(self._received)
+
+
+class ForkedProcess:
+    """A child that was forked, with what `Popen` has.
+
+    Args:
+        pid: Of the child.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code, minus the signal's number if one ended it; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends the process, and waits until it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+
+
 def wait_for_group(
     processes: Mapping[str, subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
 ) -> tuple[int, str | None]:
@@ -77,7 +151,7 @@ def wait_for_group(
     """
     running = dict(processes)
     try:
-        with _PassedOn() as requests:
+        with PassedOn() as requests:
             name, code = _next_failure(running, None, requests, grace_s)
             if code == _EXCEPTION:
                 deadline = time.monotonic() + _BLAME_S
@@ -93,7 +167,7 @@ def wait_for_group(
 def _next_failure(
     running: dict[str, subprocess.Popen[bytes]],
     deadline: float | None,
-    requests: "_PassedOn",
+    requests: PassedOn,
     grace_s: float,
 ) -> tuple[str | None, int]:
     """Waits for a process that fails, and returns its name and exit code; takes away who ended."""
@@ -116,34 +190,6 @@ def _next_failure(
             was_asked, deadline = True, time.monotonic() + grace_s
         time.sleep(_POLL_INTERVAL_S)
     return None, code
-
-
-class _PassedOn:
-    """Notes requests to stop while it is open, to be passed on; on the main thread only."""
-
-    def __init__(self) -> None:
-        self._received: list[int] = []
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._received.append(number)
-
-    def send_to(self, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
-        """Sends what has come since the last time, and says whether anything has."""
-        received, self._received = self._received, []
-        for process in processes if received else ():
-            for number in received:
-                process.send_signal(number)
-        return bool(received)
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:

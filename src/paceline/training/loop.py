@@ -14,6 +14,7 @@ from typing import Literal
 from paceline.core.errors import PacelineError
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
 from paceline.parallel import Session
+from paceline.parallel.ranks.supervision.heartbeats import Phase, beat, beat_step
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
@@ -84,9 +85,11 @@ def train(
         observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
         _tell(observer, step, states)
         result = None
+        first_step = step
         ended = time.perf_counter()
         while step < num_steps:
             began = time.perf_counter()
+            beat(Phase.DATA)
             batch = next(loader)
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
@@ -119,11 +122,13 @@ def train(
                     memory_bytes=seen.memory_bytes,
                 )
             )
+            beat_step(step, step - first_step)
             is_last = step == num_steps or result.stop
             if held_out is not None and (
                 step == num_steps or step % config.evaluation.every_steps == 0
             ):
                 began = time.perf_counter()
+                beat(Phase.EVALUATION)
                 found = held_out.evaluate(trainee.model, runner.autocast)
                 sample = None if sampler is None else sampler.sample(trainee, runner.autocast)
                 observer.note(
@@ -137,6 +142,7 @@ def train(
                 )
             if is_last or step % config.checkpoint.every_steps == 0:
                 began = time.perf_counter()
+                beat(Phase.SAVE)
                 states.save(step, trainee, loader)
                 stall_s = time.perf_counter() - began
                 observer.note(
@@ -147,6 +153,7 @@ def train(
                 _tell(observer, step, states)
             if is_last:
                 break
+        beat(Phase.END)
         states.finish()
     reason: Literal["finished", "stopped"] = "finished" if step == num_steps else "stopped"
     observer.note(EventRow(step=step, name=reason, message=f"after step {step}"))

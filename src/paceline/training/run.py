@@ -1,6 +1,8 @@
 """One rank's part of a run: the directory, the model, the loop."""
 
 import pathlib
+import time
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -12,6 +14,8 @@ from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.hardware import usable_memory_bytes
+from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
+from paceline.parallel.ranks.supervision.supervisor import Restart
 from paceline.records.environment import capture_environment
 from paceline.training.build import build
 from paceline.training.config import RunConfig
@@ -19,6 +23,7 @@ from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, req
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.observers import Observer, Observers
+from paceline.training.metrics.restarts import RestartTeller
 from paceline.training.metrics.sinks import require_sinks
 from paceline.training.metrics.watchers import expect, make_observers
 from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, EXPECTATION
@@ -36,6 +41,7 @@ def run(
     session: Session,
     calibration: pathlib.Path | None = None,
     final_loss: Estimate | None = None,
+    restarts: Sequence[Restart] = (),
 ) -> RunOutcome:
     """Trains, from the newest checkpoint if there is one.
 
@@ -44,9 +50,11 @@ def run(
         session: This rank among the others.
         calibration: Records of ``paceline calibrate``, to predict the time of a step from.
         final_loss: Loss at the end, where it was predicted; the first rank's counts.
+        restarts: Those before it that the metrics do not tell of yet.
     """
+    beat(Phase.LOAD)
     with StopRequest(config.checkpoint.grace_s) as stop:
-        return _run(config, session, calibration, final_loss, stop)
+        return _run(config, session, calibration, final_loss, restarts, stop)
 
 
 def _run(
@@ -54,9 +62,11 @@ def _run(
     session: Session,
     calibration: pathlib.Path | None,
     final_loss: Estimate | None,
+    restarts: Sequence[Restart],
     stop: StopRequest,
 ) -> RunOutcome:
     directory = pathlib.Path(config.out)
+    joined_s = time.monotonic()
     require_startable(
         config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
     )
@@ -68,7 +78,8 @@ def _run(
     try:
         trainee = build(config, session)
         states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
-        return train(config, session, trainee, states, observers, stop)
+        teller = RestartTeller(observers, restarts, joined_s)
+        return train(config, session, trainee, states, teller, stop)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

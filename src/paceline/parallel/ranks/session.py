@@ -44,6 +44,7 @@ from paceline.parallel.ranks.rendezvous import (
     make_store,
     rendezvous_path,
 )
+from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -119,6 +120,7 @@ def join_process_group(
     placement: Placement, backend: str, device: torch.device, timeout_s: float
 ) -> None:
     """Initialises torch.distributed for this rank."""
+    beat(Phase.RENDEZVOUS)
     timeout = datetime.timedelta(seconds=timeout_s)
     if placement.num_hosts == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)

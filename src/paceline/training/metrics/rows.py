@@ -55,10 +55,14 @@ class EventRow(
     message: str
     time_s: float | None = None
     """How long training stood still for it."""
+    details: dict[str, float | int | str] | None = None
+    """What is known of it besides, by name."""
 
 
 STARTED = "started"
 """The event with which every attempt of a run begins."""
+RESTARTED = "restarted"
+"""The event of ranks that were started again after a failure."""
 SAVED = "saved"
 """The event of a checkpoint."""
 CHECKPOINT = "checkpoint"

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.data.sampling.audit import join_digest, split_digest
+from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
 from paceline.training.steps.micro_batches import micro_batches
@@ -83,6 +84,7 @@ class TrainingStep:
             digest: Of this rank's sequences.
         """
         loss = self.forward_and_backward(tokens, targets)
+        beat(Phase.ALL_REDUCE)
         # torch takes an infinite norm for "measure, do not clip".
         norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
         host = torch.tensor([float(stop), *split_digest(digest)], dtype=torch.float64)
@@ -93,6 +95,7 @@ class TrainingStep:
         result = StepResult(
             loss=total, gradient_norm=gradient_norm, stop=num_stops > 0, digest=join_digest(parts)
         )
+        beat(Phase.UPDATE)
         if result.is_finite:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -113,6 +116,7 @@ class TrainingStep:
         ):
             is_local = number < passes
             with without_synchronization(self._model) if is_local else contextlib.nullcontext():
+                beat(Phase.FORWARD)
                 with self.autocast():
                     logits = self._model(inputs)
                 loss = F.cross_entropy(
@@ -120,6 +124,7 @@ class TrainingStep:
                 )
                 # The average over ranks divides by their number.
                 scaled: Tensor = loss * (world_size * counts / batch_tokens)
+                beat(Phase.BACKWARD)
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from paceline.parallel.ranks.supervision.heartbeats import Writing, beat_writing
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.format.manifest import (
     DEFAULT_BLOCK_BYTES,
@@ -131,6 +132,7 @@ class CheckpointWriter(StorageWriter):
         if self._buffers is not None:
             tensors = self._buffers.copy(tensors)
         self._on_staged()
+        beat_writing(Writing.WRITE)
         pieces = {_piece(item): index for index, item in items.items()}
         files = split_into_files(order_pieces(pieces), self._attempt.max_file_bytes)
         for number, in_file in enumerate(files):
@@ -143,6 +145,7 @@ class CheckpointWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the checkpoint."""
+        beat_writing(Writing.PUBLISH)
         manifest = self._manifest(metadata, [result for own in results for result in own])
         if self._attempt.place.is_shared:
             self._require_visible(manifest.files)
@@ -153,6 +156,7 @@ class CheckpointWriter(StorageWriter):
 
     def close(self, *, failed: bool) -> None:
         """Lets go of the attempt; who has a place for itself removes one that failed."""
+        beat_writing(Writing.NOTHING)
         if not self._save_id:
             return
         if failed and (self._is_coordinator or not self._attempt.place.is_shared):
