@@ -138,10 +138,11 @@ class TrainCommand:
         from paceline.parallel.ranks.supervision.supervisor import supervise
         from paceline.training.preload import preload
 
+        num_ranks = self._require_startable(config)
         preload()
         return supervise(
             lambda restarts: guarded(lambda: self._be_rank(config, restarts)),
-            num_ranks=self._require_startable(config),
+            num_ranks=num_ranks,
             max_restarts=self.max_restarts,
             hang_s=config.parallel.timeout_s,
             grace_s=config.checkpoint.grace_s + _LEAVING_S,

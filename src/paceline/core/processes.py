@@ -83,7 +83,9 @@ class PassedOn:
             signal.signal(each, handler)
 
     def _note(self, number: int, _frame: object) -> None:
-        self._received.append(number)
+        # A terminal sends SIGINT to the processes as well, and a second one would interrupt how
+        # they answer the first.
+        self._received.append(signal.SIGTERM if number == signal.SIGINT else number)
 
     def send_to(self, processes: Iterable[Signalled]) -> bool:
         """Sends what has come since the last time, and says whether anything has."""
@@ -185,7 +187,7 @@ def _next_failure(
             elif return_code == _EXCEPTION and code == STOPPED:
                 pass  # It has lost a peer that did not wait for it.
             elif return_code:
-                return name, exit_code_of(return_code)
+                return None if was_asked else name, exit_code_of(return_code)
         if is_asked and not was_asked:
             was_asked, deadline = True, time.monotonic() + grace_s
         time.sleep(_POLL_INTERVAL_S)

@@ -1,0 +1,379 @@
+"""Kills in one training run, in every phase, of any rank and of the launcher.
+
+A run under `paceline train --supervise` is killed again and again: a rank chosen by seed, in a
+phase chosen by seed, after at least ten steps since the last restart; now and then ranks that were
+just started, while they meet or load; now and then the launcher itself, after which the command is
+started again, as a scheduler would. In the end its losses and parameters are compared with those of
+a run that nobody killed, bit for bit, its samples are audited, and processes that were left behind
+are counted.
+
+Appends a record per phase to the store, and a row per kill to a file beside it.
+
+    python scripts/kill_study.py results/kills.jsonl --kills 60
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from sample_tokens import prepare_sample
+
+from paceline.benchmarks.harness.records import measured
+from paceline.data.loader.config import SourceConfig
+from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.parallel.ranks.supervision.heartbeats import Heartbeat, Heartbeats, Phase, Writing
+from paceline.records import RecordStore
+from paceline.training.audit import audit_run
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    StepConfig,
+)
+from paceline.training.metrics.rows import RESTARTED, EventRow, MetricsFile, StepRow
+from paceline.training.toml_config import encode_config
+
+IN_A_STEP = ("data", "forward", "backward", "all-reduce", "update")
+IN_A_SAVE = ("write", "publish")
+IN_A_START = ("rendezvous", "load")
+LAUNCHER = "launcher"
+RESUMED_STEPS = 10
+_STEPS_PER_KILL = 25
+_PATIENCE_S = 5.0
+"""How long a phase is waited for; then the rank is killed in whichever it is."""
+_HANG_S = 300.0
+_POLL_S = 0.0002
+_GONE_S = 5.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Kill:
+    """One kill, and what came of it."""
+
+    number: int
+    wanted: str
+    rank: int | None
+    """None for the launcher."""
+    phase: str = ""
+    """What the victim was doing, by its last sign of life."""
+    writing: str = ""
+    """What it was doing about a checkpoint."""
+    step: int = 0
+    resumed_steps: int = 0
+    """Steps since the restart before."""
+    gone_s: float = 0.0
+    """From the kill to the end of the last process of that attempt."""
+    recovery_s: float = 0.0
+    """From the kill to the end of the first step after it; 0 if the next kill came before."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the run itself says of the restart."""
+    orphans: int = 0
+    """Processes of the killed attempt that were there 5 s later."""
+    bit_equal: bool = False
+    """Whether the steps up to the next kill are those of the run that nobody killed."""
+    launch: int = 0
+    """How often the command was started before it."""
+    restart: int = 0
+    """Number of the restart in that launch."""
+
+
+class Run:
+    """The command and its ranks.
+
+    Args:
+        config: Written beside the run's directory.
+        num_ranks: How many.
+        max_restarts: For the supervisor.
+    """
+
+    def __init__(self, config: RunConfig, num_ranks: int, max_restarts: int) -> None:
+        path = pathlib.Path(f"{config.out}.toml")
+        path.write_text(encode_config(config), encoding="utf-8")
+        self.marker = str(path)
+        self._command = [sys.executable, "-m", "paceline", "train", str(path)]
+        self._command += ["--ranks", str(num_ranks), "--supervise"]
+        self._command += ["--max-restarts", str(max_restarts)]
+        self._log = pathlib.Path(f"{config.out}.log")
+        self._num_ranks = num_ranks
+        self.num_launches = 0
+        self.launch()
+
+    def launch(self) -> None:
+        """Starts the command, and waits until ranks are forked."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        self.num_launches += 1
+        deadline = time.monotonic() + _HANG_S
+        while len(self.ranks()) < self._num_ranks:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the run does not start; see {self._log}")
+            time.sleep(0.01)
+        self.beats = Heartbeats.of_process(self.process.pid)
+
+    def ranks(self) -> list[int]:
+        """Returns the processes of the ranks, in their order."""
+        pid = self.process.pid
+        with contextlib.suppress(OSError):
+            listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            return [int(each) for each in listed.split()]
+        return []
+
+    def is_over(self) -> bool:
+        """Whether the command has ended."""
+        return self.process.poll() is not None
+
+
+def is_in(beat: Heartbeat, wanted: str) -> bool:
+    """Whether a rank is where it is wanted."""
+    if wanted in IN_A_SAVE:
+        return beat.writing == Writing[wanted.upper()]
+    return beat.phase == Phase[wanted.upper().replace("-", "_")]
+
+
+def wait_for(run: Run, rank: int, wanted: str, steps: int) -> bool:
+    """Waits until a rank is in a phase, and says whether the run still goes on."""
+    deadline = time.monotonic() + _HANG_S
+    is_due = False
+    while not run.is_over() and time.monotonic() < deadline:
+        beat = run.beats[rank]
+        if len(run.ranks()) == len(run.beats) and beat.num_steps >= steps:
+            if is_in(beat, wanted):
+                return True
+            if not is_due:
+                is_due, deadline = True, time.monotonic() + _PATIENCE_S
+        time.sleep(_POLL_S)
+    return not run.is_over()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def kill(run: Run, this: Kill, *, until_a_step: bool) -> None:
+    """Kills, and waits for new ranks, and for their first step if there is to be one."""
+    beat = run.beats[this.rank or 0]
+    before = run.ranks()
+    victim = run.process.pid if this.rank is None else before[this.rank]
+    killed_s = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    last = run.beats[this.rank or 0]
+    this.phase, this.writing, this.step = str(last.phase), str(last.writing), last.step
+    this.resumed_steps, this.launch = beat.num_steps, run.num_launches
+    if this.rank is None:
+        run.process.wait()
+    while any(map(is_running, before)) and time.monotonic() - killed_s < _GONE_S:
+        time.sleep(_POLL_S)
+    this.orphans = sum(map(is_running, before))
+    this.gone_s = time.monotonic() - killed_s
+    if this.rank is None:
+        run.launch()
+    while not run.is_over() and (
+        len(run.ranks()) < len(before)
+        or set(run.ranks()) & set(before)
+        or (until_a_step and run.beats[0].num_steps < 1)
+    ):
+        time.sleep(_POLL_S)
+    if until_a_step:
+        this.recovery_s = time.monotonic() - killed_s
+
+
+def study(run: Run, arguments: argparse.Namespace) -> list[Kill]:
+    """Kills until it has been enough, or the run has ended."""
+    chance = random.Random(arguments.seed)
+    kills: list[Kill] = []
+    restarts = 0
+    ordinary = 0
+
+    def strike(wanted: str, rank: int | None, *, until_a_step: bool = True) -> None:
+        nonlocal restarts
+        this = Kill(number=len(kills) + 1, wanted=wanted, rank=rank)
+        kill(run, this, until_a_step=until_a_step)
+        restarts = 0 if rank is None else restarts + 1
+        this.restart = restarts
+        kills.append(this)
+        print(
+            f"{this.number}: {this.wanted} rank {this.rank}: in {this.phase}/{this.writing} after "
+            f"step {this.step}, back in {this.recovery_s:.2f} s",
+            flush=True,
+        )
+
+    while ordinary < arguments.kills:
+        rank = chance.randrange(arguments.ranks)
+        wanted = chance.choice((*IN_A_STEP, *IN_A_SAVE))
+        if wanted == "publish":
+            rank = 0  # Nobody else does.
+        steps = RESUMED_STEPS + chance.randrange(8)
+        if not wait_for(run, rank, wanted, steps):
+            break
+        ordinary += 1
+        is_launcher = ordinary % arguments.launcher_every == 0
+        strike(LAUNCHER if is_launcher else wanted, None if is_launcher else rank)
+        if ordinary % arguments.start_every == 0:
+            if not wait_for(run, 0, "data", RESUMED_STEPS):
+                break
+            ordinary += 1
+            strike("data", 0, until_a_step=False)
+            again = chance.choice(IN_A_START)
+            if wait_for(run, rank, again, 0):
+                strike(again, rank)
+    return kills
+
+
+def steps_of(config: RunConfig) -> dict[int, StepRow]:
+    """Returns the steps of a run by number."""
+    rows = MetricsFile(f"{config.out}/metrics.jsonl").read()
+    return {row.step: row for row in rows if isinstance(row, StepRow)}
+
+
+def judge(kills: list[Kill], config: RunConfig, reference: RunConfig) -> list[str]:
+    """Fills in what is known in the end, and returns what went wrong."""
+    wrong = []
+    ours, theirs = steps_of(config), steps_of(reference)
+    is_equal = {step: ours.get(step) and ours[step].loss == theirs[step].loss for step in theirs}
+    events: dict[tuple[int, int], EventRow] = {}
+    launch = 1
+    for row in MetricsFile(f"{config.out}/metrics.jsonl").read():
+        if isinstance(row, EventRow) and row.name == RESTARTED and row.details is not None:
+            number = int(row.details["restart"])
+            while (launch, number) in events:
+                launch += 1
+            events[launch, number] = row
+    for index, this in enumerate(kills):
+        end = kills[index + 1].step if index + 1 < len(kills) else max(theirs)
+        this.bit_equal = all(is_equal[step] for step in range(this.step, end + 1) if step)
+        event = events.get((this.launch, this.restart))
+        if event is not None and event.details is not None and this.rank is not None:
+            this.parts |= {
+                name: float(value) for name, value in event.details.items() if name.endswith("_s")
+            }
+            this.parts.pop("noticed_s", None)
+        if not this.bit_equal:
+            wrong.append(f"kill {this.number}: losses differ")
+        if this.orphans:
+            wrong.append(f"kill {this.number}: {this.orphans} processes were left")
+    missing = [step for step in theirs if step not in ours]
+    if missing:
+        wrong.append(f"{len(missing)} steps are missing")
+    num_steps, findings = audit_run(pathlib.Path(config.out))
+    wrong += [str(finding) for finding in findings]
+    if newest(config) != newest(reference):
+        wrong.append("the last checkpoint differs")
+    print(f"audited {num_steps} steps: {len(findings)} findings")
+    return wrong
+
+
+def newest(config: RunConfig) -> dict[str, bytes]:
+    """Returns the bytes of a run's newest checkpoint."""
+    last = max((pathlib.Path(config.out) / "checkpoints").glob("step-*"))
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -> None:
+    """Writes a row per kill and a record per phase."""
+    with arguments.store.with_name("kills-each.jsonl").open("a", encoding="utf-8") as file:
+        for each in kills:
+            file.write(json.dumps(dataclasses.asdict(each)) + "\n")
+    by_phase: dict[str, list[Kill]] = collections.defaultdict(list)
+    for each in kills:
+        by_phase[where(each)].append(each)
+    for phase, of_phase in sorted(by_phase.items()):
+        times = [each.recovery_s for each in of_phase if each.recovery_s]
+        lost = sum(not each.bit_equal or bool(each.orphans) for each in of_phase)
+        if wrong and not any(not each.bit_equal or each.orphans for each in kills):
+            lost = len(of_phase)  # Nobody knows which kill it was.
+        case = {
+            "subject": "supervised run",
+            "fault": f"SIGKILL in {phase}" if phase != LAUNCHER else "SIGKILL of the launcher",
+            "strategy": arguments.strategy,
+            "world_size": arguments.ranks,
+            "seed": arguments.seed,
+            **describe_hardware(torch.device("cpu")).as_case(),
+        }
+        numbers: dict[str, float | list[float]] = {
+            "num_tried": len(of_phase),
+            "num_survived": len(of_phase) - lost,
+            "num_lost": lost,
+        }
+        if times:
+            numbers["recovery_s"] = times
+        RecordStore(arguments.store).append(measured("fault", case, numbers))
+        shown = f", back in {sorted(times)[len(times) // 2]:.2f} s, {max(times):.2f} s at worst"
+        print(f"{phase}: {len(of_phase)} tried, {lost} lost{shown if times else ''}")
+
+
+def where(this: Kill) -> str:
+    """Returns the phase that a kill counts for: the one that it met."""
+    if this.rank is None:
+        return LAUNCHER
+    if this.wanted in IN_A_SAVE and this.writing == this.wanted:
+        return f"checkpoint {this.wanted}"
+    return this.phase
+
+
+def main() -> int:
+    """Trains twice, kills in one of the runs, prints and records what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--kills", type=int, default=60, help="after ten resumed steps each")
+    parser.add_argument("--launcher-every", type=int, default=12, help="one of so many")
+    parser.add_argument("--start-every", type=int, default=5, help="another while ranks start")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--d-model", type=int, default=64)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = pathlib.Path(directory)
+        source = SourceConfig(place=prepare_sample(place))
+        config = RunConfig(
+            out=str(place / "killed"),
+            model=ModelConfig(
+                num_layers=2, d_model=arguments.d_model, d_ff=128, num_heads=4, num_kv_heads=4
+            ),
+            data=DataConfig(sources=(source,), context_length=32),
+            training=StepConfig(steps=_STEPS_PER_KILL * arguments.kills + 100, batch_size=8),
+            parallel=ParallelConfig(strategy=arguments.strategy, device="cpu", timeout_s=60),
+            checkpoint=CheckpointConfig(every_steps=5),
+            evaluation=EvaluationConfig(sequences=0),
+            logging=LoggingConfig(every_steps=100),
+        )
+        reference = dataclasses.replace(config, out=str(place / "never-killed"))
+        untouched = Run(reference, arguments.ranks, 0)
+        if untouched.process.wait() != 0:
+            raise RuntimeError("the run that nobody kills has failed")
+        run = Run(config, arguments.ranks, 10 * arguments.kills)
+        kills = study(run, arguments)
+        code = run.process.wait(_HANG_S)
+        wrong = judge(kills, config, reference)
+        if code:
+            wrong.append(f"the run ended with exit code {code}")
+        record(kills, wrong, arguments)
+        resumed = sum(each.resumed_steps >= RESUMED_STEPS for each in kills)
+        print(f"{len(kills)} kills, {resumed} of them after {RESUMED_STEPS} resumed steps or more")
+        for each in wrong:
+            print(f"lost: {each}")
+        if wrong:
+            sys.stderr.write(pathlib.Path(f"{config.out}.log").read_text(errors="replace")[-4000:])
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
