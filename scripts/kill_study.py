@@ -21,6 +21,7 @@ import os
 import pathlib
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -315,7 +316,7 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
         if times:
             numbers["recovery_s"] = times
         RecordStore(arguments.store).append(measured("fault", case, numbers))
-        shown = f", back in {sorted(times)[len(times) // 2]:.2f} s, {max(times):.2f} s at worst"
+        shown = f", back in {statistics.median(times):.2f} s, {max(times):.2f} s at worst"
         print(f"{phase}: {len(of_phase)} tried, {lost} lost{shown if times else ''}")
 
 
