@@ -60,6 +60,16 @@ def _runs(records: Iterable[Record]) -> list[tuple[_Topology, _ByQuantity]]:
 
 
 def _calibration(topology: _Topology, measured: _ByQuantity) -> Calibration:
+    try:
+        return _from_records(topology, measured)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"a record of a calibration lacks {error} or has another value than was measured; run "
+            "paceline calibrate again"
+        ) from error
+
+
+def _from_records(topology: _Topology, measured: _ByQuantity) -> Calibration:
     for quantity in (_FIRST, "attention", "stream", "copy", "call", "optimizer"):
         if quantity not in measured:
             raise UsageError(

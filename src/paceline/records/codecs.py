@@ -9,6 +9,9 @@ import msgspec
 from paceline.core.errors import RecordError, ShapeError
 from paceline.core.plan import Plan
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON of unknown origin may raise; deep nesting is the last."""
+
 
 def encode_plan(plan: Plan) -> bytes:
     """Encodes a `plan` as one JSON object."""
@@ -20,7 +23,7 @@ def decode_plan(data: bytes, source: str = "plan") -> Plan:
     try:
         raw = msgspec.json.decode(data)
         plan = msgspec.convert(raw, Plan)
-    except (msgspec.DecodeError, msgspec.ValidationError, ShapeError, UnicodeDecodeError) as error:
+    except (*UNDECODABLE, ShapeError) as error:
         raise RecordError(f"{source}: not a valid plan: {error}") from error
     unknown = _first_unknown_key(raw, plan, "$")
     if unknown is not None:

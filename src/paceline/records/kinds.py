@@ -138,7 +138,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("baseline", "rounds", "first_sample"),
     ),
     # Faults of one sort that something was made to suffer: tried, survived, lost.
-    "fault": (("subject", "fault", *_PLACE), ("world_size", "strategy", "phase", "number", "seed")),
+    "fault": (("subject", "fault"), ("world_size", "strategy", "phase", "number", "seed", *_PLACE)),
     # One check of the acceptance run on GPUs.
     "check": (("name", "world_size", "backend", *_PLACE), ()),
     # What became of a command that was to measure something for a report.

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from paceline.core.errors import RecordError
+from paceline.records.codecs import UNDECODABLE
 
 
 class Row(Protocol):
@@ -57,7 +58,7 @@ class RowFile(Generic[RowT]):
                     return
                 try:
                     yield self._decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     raise RecordError(f"{self.path}:{number}: not {self._what}: {error}") from error
 
     def keep_up_to(self, step: int) -> None:

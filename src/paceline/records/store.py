@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from paceline.core.errors import RecordError
+from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
 
@@ -26,7 +27,7 @@ def decode_record(line: bytes) -> Record:
     """Decodes one line; every defect is a `RecordError` that names the field."""
     try:
         return _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise RecordError(f"not a valid record: {error}") from error
 
 

@@ -31,6 +31,8 @@ def read_config(path: pathlib.Path, changes: Sequence[str] = ()) -> RunConfig:
         raise UsageError(
             f"{path}: {error.strerror}; `paceline train init > {path}` makes one"
         ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a text file: {error.reason}") from error
     return decode_config(text, changes, str(path))
 
 
@@ -38,14 +40,14 @@ def decode_config(text: str, changes: Sequence[str] = (), where: str = "config")
     """Decodes a config; every defect is an error that names the key."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Also numbers that are too long.
         raise UsageError(f"{where}: not TOML: {error}") from error
     for change in changes:
         _apply(raw, change)
     _require_known(raw, RunConfig, where)
     try:
         return msgspec.convert(raw, RunConfig)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OverflowError) as error:
         raise UsageError(f"{where}: {error}") from error
 
 
@@ -72,7 +74,7 @@ def _apply(raw: dict[str, Any], change: str) -> None:
             raise UsageError(f"--set {change!r}: {section} is not a section")
     try:
         table[key] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         table[key] = value.strip()  # A word without quotes, as shells leave it.
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from paceline.core.errors import DataError
 from paceline.data.storage import Storage
+from paceline.records.codecs import UNDECODABLE
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -156,7 +157,7 @@ def read_manifest(storage: Storage) -> Manifest:
         ) from None
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{where}: not a manifest: {error}; prepare the dataset again") from error
     if manifest.schema != SCHEMA:
         raise DataError(f"{where}: schema {manifest.schema}, this version reads {SCHEMA}")

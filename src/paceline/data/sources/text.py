@@ -20,6 +20,7 @@ from paceline.data.sources.documents import (
 )
 from paceline.data.sources.files import FoundFile
 from paceline.data.sources.streams import read_chunks
+from paceline.records.codecs import UNDECODABLE
 
 LINE_END = b"\n"
 
@@ -54,7 +55,7 @@ def json_documents(
             continue
         try:
             text: str = decode(line).text
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             if line.strip():
                 yield LeftOut(place, _reason(line, field, error), num_bytes)
             continue

@@ -87,7 +87,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
         raise UsageError(
             f"{path}: no such file; name the directory of a Hugging Face model"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: not a JSON object")
@@ -100,12 +100,12 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     if index.exists():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{index}: not an index of weights: {error}") from error
-        files = [directory / name for name in sorted(names)]
-        if missing := [file for file in files if not file.exists()]:
-            raise UsageError(f"{missing[0]}: no such file, though {INDEX} names it")
-        return files
+        present = {path.name for path in directory.iterdir()}
+        if missing := sorted(str(name) for name in names if name not in present):
+            raise UsageError(f"{directory}: no file {missing[0][:80]!r}, though {INDEX} names it")
+        return [directory / name for name in sorted(names)]
     return [directory / WEIGHTS] if (directory / WEIGHTS).exists() else []
 
 

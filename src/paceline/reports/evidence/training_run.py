@@ -9,6 +9,7 @@ import msgspec
 
 from paceline.core.errors import RecordError, UsageError
 from paceline.records import Environment
+from paceline.records.codecs import UNDECODABLE
 from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.rows import (
     STARTED,
@@ -82,5 +83,5 @@ _Decoded = typing.TypeVar("_Decoded")
 def _decoded(path: pathlib.Path, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise RecordError(f"{path}: not what a run writes there: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import blake3
 import msgspec
 
+from paceline.records.codecs import UNDECODABLE
 from paceline.training.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -114,7 +115,7 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
                 "the version that saved it"
             )
         return msgspec.json.decode(body, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError) as error:
+    except (*UNDECODABLE, AttributeError) as error:
         raise DamagedCheckpointError(
             f"{where}: not the manifest of a checkpoint: {error}; {REMEDY}"
         ) from error

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.specs import ModelShape
+from paceline.records.codecs import UNDECODABLE
 from paceline.training.checkpoint.catalog import Checkpoint
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.format.manifest import Json
@@ -62,7 +63,7 @@ def identity_of(checkpoint: Checkpoint) -> RunIdentity:
     """Returns what the run that saved a checkpoint has said of itself."""
     try:
         identity = msgspec.json.decode(checkpoint.manifest.identity, type=RunIdentity)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CheckpointError(
             f"{checkpoint.storage.url}: does not say which model it is of: {error}; only "
             "checkpoints of paceline train do, from this version on"

@@ -1,0 +1,58 @@
+"""Every sort of file that a user can hand to Paceline, damaged at random.
+
+Counts as lost: an error without a name, more than 2 seconds, more than 500 MB.
+
+    python scripts/hostile_files.py 2000 results/hostile-files.jsonl
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from paceline.benchmarks.harness.records import measured
+from paceline.records import RecordStore
+from tests.hostile_files import FILES, MOST_BYTES, hostile_read, peak_bytes
+
+
+def main() -> int:
+    """Reads, prints what went wrong, and records how often, how long and with how much memory."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("number", type=int, help="damaged files of each sort")
+    parser.add_argument("store", type=pathlib.Path)
+    arguments = parser.parse_args()
+    num_lost = 0
+    for subject in FILES:
+        with tempfile.TemporaryDirectory() as directory:
+            outcomes = [
+                hostile_read(subject, seed, pathlib.Path(directory))
+                for seed in range(arguments.number)
+            ]
+        problems = [problem for problem, _ in outcomes if problem]
+        if peak_bytes() > MOST_BYTES:
+            problems.append(f"{subject}: {peak_bytes():,} bytes of memory")
+        num_lost += len(problems)
+        for problem in problems:
+            print(f"lost: {problem}")
+        longest_s = max(seconds for _, seconds in outcomes)
+        print(
+            f"{subject}: {len(outcomes)} tried, {len(problems)} lost, at most {longest_s:.3f} s, "
+            f"{peak_bytes() / 1e6:.0f} MB",
+            flush=True,
+        )
+        case = {"subject": subject, "fault": "damaged file"}
+        metrics = {
+            "num_tried": len(outcomes),
+            "num_survived": len(outcomes) - len(problems),
+            "num_lost": len(problems),
+            "longest_s": longest_s,
+            "peak_bytes": peak_bytes(),
+        }
+        RecordStore(arguments.store).append(measured("fault", case, metrics))
+    return 1 if num_lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

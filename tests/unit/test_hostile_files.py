@@ -1,0 +1,25 @@
+"""Damaged files end in one line that names the trouble; `scripts/hostile_files.py` has more."""
+
+import pathlib
+
+import pytest
+
+from tests.hostile_files import FILES, hostile_read
+
+
+@pytest.mark.parametrize("subject", FILES)
+def test_no_damage_leads_to_a_traceback(subject: str, tmp_path: pathlib.Path) -> None:
+    problems = [hostile_read(subject, seed, tmp_path)[0] for seed in range(150)]
+    assert [problem for problem in problems if problem] == []
+
+
+@pytest.mark.parametrize("subject", FILES)
+def test_what_is_not_damaged_is_read_as_far_as_its_example_goes(
+    subject: str, tmp_path: pathlib.Path
+) -> None:
+    """Damage is tried on files that a reader looks into, not on ones that it refuses at once."""
+    if subject.endswith("manifest"):
+        pytest.skip("a manifest's digest refuses anything that was not saved")
+    name, make, read = FILES[subject]
+    (tmp_path / name).write_bytes(make())
+    read(tmp_path / name)
