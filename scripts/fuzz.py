@@ -56,7 +56,7 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.programs)
     kinds = list(MAKE) if arguments.container == "all" else [arguments.container]
     total = 0
-    with RankPool(arguments.ranks, timeout_s=120) as pool:
+    with RankPool(arguments.ranks, timeout_s=900) as pool:
         for kind in kinds:
             metrics = fuzz(pool, kind, seeds)
             total += int(metrics["num_different"])
