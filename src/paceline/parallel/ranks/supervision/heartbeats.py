@@ -9,6 +9,7 @@ import enum
 import mmap
 import os
 import pathlib
+import sys
 import time
 from typing import Self
 
@@ -81,6 +82,9 @@ class Heartbeats:
     @classmethod
     def for_ranks(cls, num_ranks: int) -> Self:
         """Makes memory that processes share which are forked from this one."""
+        if sys.platform != "linux":
+            return cls(mmap.mmap(-1, num_ranks * _SLOT_BYTES))
+        # In a file without a place, so that others can find it and look on.
         descriptor = os.memfd_create(_MEMORY_NAME)
         os.ftruncate(descriptor, num_ranks * _SLOT_BYTES)
         return cls(mmap.mmap(descriptor, 0))

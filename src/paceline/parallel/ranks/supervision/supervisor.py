@@ -43,6 +43,8 @@ _POLL_INTERVAL_S = 0.005
 _EXCEPTION = 1
 """Exit code of a rank that has lost a peer, among others: who ended otherwise is to blame."""
 _BLAME_S = 1.0
+_SUSPENDED_S = 5.0
+"""A pause of this process itself after which it was stopped, by Ctrl-Z for example."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class _Supervisor:
         code, deadline = 0, None
         lost: Failure | None = None
         blame_until = 0.0
+        now = awake_s = time.monotonic()
         while ranks:
             is_asked = requests.send_to(ranks.values())
             for rank, process in list(ranks.items()):
@@ -152,7 +155,9 @@ class _Supervisor:
                 elif return_code == _EXCEPTION and code != STOPPED and lost is None:
                     lost = self._failure(rank, return_code)
                     blame_until = time.monotonic() + _BLAME_S
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > _SUSPENDED_S:
+                awake_s = now  # Nobody can have said anything meanwhile.
             if lost is not None and (lost.is_final or now >= blame_until or not ranks):
                 return lost
             if is_asked and deadline is None:
@@ -161,7 +166,8 @@ class _Supervisor:
                 return STOPPED
             if ranks:
                 # The others wait for it, and have said something since.
-                silent_s, rank = max((now - self.heartbeats[rank].time_s, rank) for rank in ranks)
+                said_s, rank = min((self.heartbeats[rank].time_s, rank) for rank in ranks)
+                silent_s = now - max(said_s, awake_s)
                 if silent_s > self._hang_s:
                     killed = exit_code_of(-signal.SIGKILL)
                     return dataclasses.replace(self._failure(rank, killed), hung_s=silent_s)
