@@ -120,13 +120,14 @@ def test_term_saves_and_the_job_ends_with_143(slurm: pathlib.Path, tmp_path: pat
     job.finish()
 
 
+# Slurm lets a job that was requeued wait for two minutes.
 def test_a_warning_before_the_time_limit_saves_and_requeues(
     slurm: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     requeue = "[ $code = 143 ] && scontrol requeue $SLURM_JOB_ID"
-    job = Job(tmp_path, "usr1", "--time=1", "--signal=USR1@45", "--requeue", then=requeue)
+    job = Job(tmp_path, "usr1", "--time=2", "--signal=USR1@60", "--requeue", then=requeue)
     job.submit()
-    _until(lambda: len(job.starts()) == 2, 400)
+    _until(lambda: len(job.starts()) == 2, 500)
     assert job.codes() == [143]
     step = job.saved_step()
     assert job.starts()[1] == f"from step {step}, 2 ranks on cpu"
