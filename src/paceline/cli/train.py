@@ -120,7 +120,16 @@ class TrainCommand:
 
     def _train_here(self, config: "RunConfig") -> int:
         from paceline.parallel.ranks.placement import is_launched
+        from paceline.training.elastic.launch import REPLICA, run_replicas
 
+        if config.parallel.elastic == "replicas" and REPLICA not in os.environ:
+            if self.supervise or is_launched(os.environ):
+                raise UsageError(
+                    "parallel.elastic replicas starts its replicas itself, and starts lost ones "
+                    "again; leave out --supervise, and the launcher"
+                )
+            self._require_startable(config)
+            return run_replicas(config, self.ranks or 2, config.checkpoint.grace_s + _LEAVING_S)
         if self.supervise:
             if is_launched(os.environ):
                 raise UsageError(
@@ -152,11 +161,12 @@ class TrainCommand:
         """Trains as one rank, or starts the ranks that do."""
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.supervision.heartbeats import beat_final
+        from paceline.training.elastic.launch import REPLICA
         from paceline.training.loop import DivergedError
         from paceline.training.run import run
 
         with distributed_session(
-            ranks_per_host=self.ranks,
+            ranks_per_host=1 if REPLICA in os.environ else self.ranks,
             device=config.parallel.device,
             timeout_s=config.parallel.timeout_s,
             grace_s=config.checkpoint.grace_s + _LEAVING_S,
@@ -171,7 +181,7 @@ class TrainCommand:
                 # All ranks know the same: the first one says it, and ends the others.
                 time.sleep(_FIRST_RANK_SPEAKS_S)
                 raise SystemExit(error.exit_code) from None
-            if session.rank == 0:
+            if session.rank == 0 and outcome.is_spokesman:
                 if self.output.json:
                     print_json(outcome)
                 else:

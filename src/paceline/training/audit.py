@@ -32,6 +32,13 @@ def _rows(directory: pathlib.Path, config: RunConfig) -> Iterator[AuditRow]:
             yield AuditRow(
                 step=row.step,
                 first_sample=row.first_sample,
-                num_samples=config.training.batch_size,
+                num_samples=_batch_size(row, config),
                 digest=row.data_digest,
             )
+
+
+def _batch_size(row: StepRow, config: RunConfig) -> int:
+    if config.parallel.elastic_batch == "kept":
+        return config.training.batch_size
+    # Replicas were missing in some steps: what a step adds to the run's tokens is its batch.
+    return row.tokens // config.data.context_length - row.first_sample

@@ -205,10 +205,26 @@ class ParallelConfig:
     """auto takes a GPU if there is one."""
     timeout_s: float = 600.0
     """Seconds after which a rank that does not answer ends the run."""
+    elastic: Literal["none", "replicas"] = "none"
+    """replicas: every rank is a replica by itself, which may be lost and come back while the others
+    train on (extra elastic)."""
+    elastic_batch: Literal["kept", "live"] = "kept"
+    """What a step is when a replica is missing: kept leaves training.batch_size as it is, and the
+    others accumulate more; live leaves out the part of those that are missing."""
+    heartbeat_timeout_s: float = 5.0
+    """Seconds without a heartbeat after which a replica counts as lost."""
+    replica_timeout_s: float = 60.0
+    """Seconds after which a replica that lives and does not answer counts as lost."""
 
     def __post_init__(self) -> None:
         find_strategy(self.strategy)
         _require_positive("parallel", self, "bucket_size_mb", "timeout_s")
+        _require_positive("parallel", self, "heartbeat_timeout_s", "replica_timeout_s")
+        if self.elastic == "replicas" and self.strategy != "bucketed":
+            raise UsageError(
+                f"parallel.elastic replicas keeps a whole model on every rank, which "
+                f"parallel.strategy {self.strategy} does not; take bucketed"
+            )
 
     def strategy_on(self, world_size: int) -> StrategyName:
         """Returns the strategy; a rank alone has nobody to share with."""
@@ -314,6 +330,11 @@ class RunConfig:
             raise UsageError(
                 "optimizer.name muon trains the matrices of Paceline's own blocks, and "
                 "model.hugging_face has others; take adamw"
+            )
+        if self.parallel.elastic == "replicas" and self.checkpoint.memory_every_steps:
+            raise UsageError(
+                "parallel.elastic replicas heals from another replica's memory already; leave "
+                "checkpoint.memory_every_steps at 0"
             )
         if self.schedule.warmup_steps > self.training.steps:
             raise UsageError(

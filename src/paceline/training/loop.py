@@ -49,6 +49,8 @@ class RunOutcome:
     """Steps that are done."""
     loss: float
     """Of the last step."""
+    is_spokesman: bool = True
+    """Whether this rank speaks for the run, if it is the first; of replicas, one does."""
 
 
 def train(

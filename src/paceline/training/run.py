@@ -70,14 +70,20 @@ def _run(
     require_startable(
         config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
     )
-    observers = Observers([])
-    if session.rank == 0:
-        observers = Observers(
-            _begin(config, session, expect(config, session, calibration, final_loss))
-        )
+    is_elastic = config.parallel.elastic == "replicas"
+
+    def open_observers() -> Observers:
+        return Observers(_begin(config, session, expect(config, session, calibration, final_loss)))
+
+    # Of replicas, one that comes to report opens them.
+    observers = Observers([]) if session.rank or is_elastic else open_observers()
     try:
         trainee = build(config, session)
         states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
+        if is_elastic:
+            from paceline.training.elastic.loop import train_replica  # Needs torchft.
+
+            return train_replica(config, session, trainee, states, open_observers, stop)
         teller = RestartTeller(observers, restarts, joined_s)
         return train(config, session, trainee, states, teller, stop)
     except (RuntimeError, MemoryError) as error:

@@ -4,13 +4,13 @@ What is saved knows neither ranks nor strategies: any number and any strategy go
 """
 
 import pathlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.data.format.manifest import read_manifest
-from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
@@ -27,6 +27,16 @@ from paceline.training.checkpoint.state.random_numbers import (
 )
 from paceline.training.checkpoint.state.training import load_training_state, training_state
 from paceline.training.config import RunConfig
+
+
+class Position(Protocol):
+    """Where a run is in its data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position."""
 
 
 class RunStates:
@@ -59,17 +69,21 @@ class RunStates:
             self._memory.notices.clear()
         return notices
 
-    def save(self, step: int, trainee: Trainee, loader: TorchLoader) -> None:
+    def save(self, step: int, trainee: Trainee, loader: Position) -> None:
         """Saves the state after a step; training may go on at once."""
         self._checkpointer.save(step, *self._state(trainee, loader))
 
-    def keep_in_memory(self, step: int, trainee: Trainee, loader: TorchLoader) -> None:
+    def is_saved(self, step: int) -> bool:
+        """Whether a step is on disk."""
+        return step in self._checkpointer.place.steps()
+
+    def keep_in_memory(self, step: int, trainee: Trainee, loader: Position) -> None:
         """Keeps the state after a step in the hosts' memory; that it fails ends nothing."""
         assert self._memory is not None
         on_disk = self._checkpointer.published_step
         self._memory.save(step, *self._state(trainee, loader), on_disk=on_disk)
 
-    def keep_diverged(self, step: int, trainee: Trainee, loader: TorchLoader) -> str:
+    def keep_diverged(self, step: int, trainee: Trainee, loader: Position) -> str:
         """Saves the state before a step that failed, apart from the others; returns where.
 
         Its place in the data is after the batch that failed: a run that goes on from this state
@@ -80,7 +94,7 @@ class RunStates:
             checkpointer.save(step, *self._state(trainee, loader))
         return self._diverged
 
-    def restore(self, trainee: Trainee, loader: TorchLoader) -> int:
+    def restore(self, trainee: Trainee, loader: Position) -> int:
         """Restores the newest state that is intact; returns its step, 0 if there is none."""
         restored = self._restore_from_memory(trainee) or load_newest_valid(
             self._place, lambda source: self._load(source, trainee), self._checkpointer.group
@@ -112,7 +126,7 @@ class RunStates:
             self._memory.notices.append("restored from disk")
         return restored
 
-    def _state(self, trainee: Trainee, loader: TorchLoader) -> tuple[dict[str, Any], Json, Json]:
+    def _state(self, trainee: Trainee, loader: Position) -> tuple[dict[str, Any], Json, Json]:
         """Returns the state, what the run says of itself, and what this rank does."""
         identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
         return (

@@ -67,6 +67,8 @@ SAVED = "saved"
 """The event of a checkpoint."""
 CHECKPOINT = "checkpoint"
 """The event of a state that came from memory or disk, or could not be kept."""
+REPLICAS = "replicas"
+"""The event of replicas that come or go."""
 FINISHED = "finished"
 """The event after the last step."""
 

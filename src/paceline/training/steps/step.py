@@ -103,11 +103,19 @@ class TrainingStep:
             optimizer.zero_grad()
         return result
 
-    def forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Leaves averaged gradients; returns this rank's part of the batch's mean loss."""
+    def forward_and_backward(
+        self, tokens: Tensor, targets: Tensor, passes: int | None = None
+    ) -> Tensor:
+        """Leaves averaged gradients; returns this rank's part of the batch's mean loss.
+
+        Args:
+            tokens: What the model reads.
+            targets: The token that follows each.
+            passes: In how many; as many as the rank with most sequences needs unless given.
+        """
         world_size = dist.get_world_size()
         batch_tokens = self._config.batch_size * tokens.shape[1]
-        passes = self._config.num_passes(world_size)
+        passes = passes or self._config.num_passes(world_size)
         total = torch.zeros((), device=self._device)
         if passes > 1 and not self._has_learned:
             self._learn_graph(tokens[:1])

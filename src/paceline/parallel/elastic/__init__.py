@@ -1,0 +1,1 @@
+"""Replicas of a model that come and go while the others train on, by torchft."""

@@ -1,0 +1,1 @@
+"""Runs whose replicas come and go."""

@@ -1,0 +1,171 @@
+"""Replicas on this host, and the lighthouse through which they find each other.
+
+The process that starts them trains nothing: a replica that ends is started again, and heals from
+one that is still there.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from paceline.core.errors import UsageError
+from paceline.core.processes import (
+    STOP_SIGNALS,
+    STOPPED,
+    die_with_parent,
+    end_processes,
+    exit_code_of,
+)
+from paceline.records.environment import threads_per_rank
+from paceline.training.config import RunConfig
+
+REPLICA = "PACELINE_REPLICA"
+"""Which replica a process is."""
+NUM_REPLICAS = "PACELINE_REPLICAS"
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+
+_POLL_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_STABLE_S = 60.0
+"""How long a replica lives before its failures are forgotten."""
+_MOST_FAILURES = 5
+"""Failures of one replica in a row after which it is given up."""
+
+
+def require_torchft() -> None:
+    """Raises unless torchft is installed."""
+    # What its servers say of every step is of no use to anyone; replicas inherit it.
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        import torchft  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "parallel.elastic replicas needs torchft; `pip install 'paceline[elastic]'`"
+        ) from error
+
+
+def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
+    """Starts a copy of this script per replica, and starts those again that end early.
+
+    Args:
+        config: The run.
+        num_replicas: How many there are to be.
+        grace_s: How long replicas may take to save and leave when they are asked to stop.
+
+    Returns:
+        The exit code: that of a replica that has finished or stopped, or of the last to give up.
+    """
+    require_torchft()
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=int(config.parallel.replica_timeout_s * 1000),
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=int(config.parallel.heartbeat_timeout_s * 1000),
+    )
+    address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2].rstrip('/')}"
+    try:
+        return _Replicas(num_replicas, address, grace_s).run()
+    finally:
+        lighthouse.shutdown()
+
+
+class _Replica:
+    """One of the processes, which may be one after another."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_s = 0.0
+        self.next_start_s = 0.0
+        self.num_failures = 0
+
+
+class _Replicas:
+    def __init__(self, number: int, lighthouse: str, grace_s: float) -> None:
+        self._environment = {
+            **os.environ,
+            LIGHTHOUSE: lighthouse,
+            NUM_REPLICAS: str(number),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(number))),
+        }
+        self._replicas = [_Replica() for _ in range(number)]
+        self._grace_s = grace_s
+        self._is_ending = False
+        self._stop_by_s: float | None = None
+
+    def run(self) -> int:
+        """Keeps the replicas going until the run has finished, or was asked to stop."""
+        before = {each: signal.signal(each, self._stop) for each in STOP_SIGNALS}
+        exit_code = 1
+        try:
+            for number in range(len(self._replicas)):
+                self._start(number)
+            while any(each.process or each.next_start_s for each in self._replicas):
+                for number, replica in enumerate(self._replicas):
+                    code = self._look_after(number, replica)
+                    exit_code = exit_code if code is None else code
+                if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
+                    break
+                time.sleep(_POLL_S)
+            return exit_code
+        finally:
+            end_processes([each.process for each in self._replicas if each.process is not None])
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _look_after(self, number: int, replica: _Replica) -> int | None:
+        """Starts a replica again that has failed; returns the exit code of one that is done."""
+        now = time.monotonic()
+        if replica.process is None:
+            if replica.next_start_s and now >= replica.next_start_s:
+                self._start(number)
+            return None
+        return_code = replica.process.poll()
+        if return_code is None:
+            return None
+        code = exit_code_of(return_code)
+        replica.process = None
+        replica.next_start_s = 0.0
+        if code in (0, STOPPED) or self._is_ending:
+            # The run is over for all: nobody is left to heal from.
+            self._is_ending = True
+            return code if code in (0, STOPPED) else None
+        if now - replica.started_s > _STABLE_S:
+            replica.num_failures = 0
+        replica.num_failures += 1
+        if replica.num_failures >= _MOST_FAILURES:
+            _say(f"replica {number} failed {_MOST_FAILURES} times in a row, and is given up")
+            return code
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (replica.num_failures - 1), _LONGEST_PAUSE_S)
+        _say(f"replica {number} ended with exit code {code} and is started again")
+        replica.next_start_s = now + pause_s
+        return None
+
+    def _start(self, number: int) -> None:
+        parent_pid = os.getpid()
+        replica = self._replicas[number]
+        replica.started_s, replica.next_start_s = time.monotonic(), 0.0
+        replica.process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**self._environment, REPLICA: str(number)},
+            preexec_fn=lambda: die_with_parent(parent_pid),
+        )
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        """Passes a signal on; whoever has not left in time is ended."""
+        self._is_ending = True
+        for replica in self._replicas:
+            replica.next_start_s = 0.0
+            if replica.process is not None:
+                replica.process.send_signal(number)
+        if self._stop_by_s is None:
+            self._stop_by_s = time.monotonic() + self._grace_s
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
