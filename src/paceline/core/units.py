@@ -51,9 +51,9 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str, what: str = "duration") -> float:
-    """Reads a duration such as ``5ms`` as seconds."""
-    units = {suffix: step for step, suffix in _TIME_STEPS} | {"us": 1e-6}
-    return parse_quantity(text, units, what, "5ms, 20us or 0.1s")
+    """Reads a duration such as ``5ms`` or ``10min`` as seconds."""
+    units = {suffix: step for step, suffix in _TIME_STEPS} | {"us": 1e-6, "min": 60.0, "h": 3600.0}
+    return parse_quantity(text, units, what, "5ms, 20us, 0.1s or 5min")
 
 
 def parse_quantity(text: str, units: Mapping[str, float], what: str, examples: str) -> float:

@@ -139,6 +139,17 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # Faults of one sort that something was made to suffer: tried, survived, lost.
     "fault": (("subject", "fault"), ("world_size", "strategy", "phase", "number", "seed", *_PLACE)),
+    "fault": (("subject", "fault", *_PLACE), ("world_size", "strategy", "phase", "number", "seed")),
+    # The simulated share of a long run that trains, by what is done about failures.
+    "goodput": (
+        ("devices", "recovery", "checkpoint", "spare_hosts", "constants"),
+        (
+            *("days", "device_interval_h", "detection_s", "restart_s", "heal_s"),
+            *("devices_per_replica", "trials", "seed"),
+        ),
+    ),
+    # A published run, simulated with what was not published varied.
+    "goodput_replay": (("run", "assumption"), ("detection_s", "restart_s", "trials", "seed")),
     # One check of the acceptance run on GPUs.
     "check": (("name", "world_size", "backend", *_PLACE), ()),
     # What became of a command that was to measure something for a report.

@@ -1,0 +1,157 @@
+"""``paceline plan goodput``: the share of a long run that trains, when devices fail."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING, Literal
+
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    case_progress,
+    keep_records,
+    require_figure,
+    stdout_console,
+)
+from paceline.core.errors import UsageError
+from paceline.core.units import parse_bytes, parse_rate, parse_seconds
+
+if TYPE_CHECKING:
+    from paceline.planner.goodput.constants import Constants
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputCommand:
+    """Simulate long runs: restarts or replicas, with and without spares, each kind of checkpoint.
+
+    Rates of failures are those of Llama 3 unless told otherwise; the constants are of a cluster,
+    or as measured on a small machine, and any of them can be replaced.
+    """
+
+    devices: tuple[int, ...] = (1_024, 16_384, 100_000)
+    """Devices of the run."""
+    days: float = 60.0
+    """Length of the run."""
+    constants: Literal["cluster", "measured"] = "cluster"
+    """Where times come from: large runs, or this project on a small machine."""
+    device_interval_h: float | None = None
+    """Mean hours between two failures of one device; Llama 3's by default, 50,700."""
+    detection: str | None = None
+    """From a failure until the job is stopped, such as 30s."""
+    restart: str | None = None
+    """Start of all ranks, such as 5min; the rendezvous comes on top."""
+    heal: str | None = None
+    """Restart of one replica, with its state from a peer."""
+    devices_per_replica: int = 128
+    """Devices that hold one copy of the model."""
+    state_per_device: str | None = None
+    """Bytes that a device saves, such as 300MB."""
+    disk_bandwidth: str | None = None
+    """Of one device to disk when all write, such as 122MB/s."""
+    s3_bandwidth: str | None = None
+    """Of one device to S3 when all write."""
+    stall: str | None = None
+    """How long a save stops training."""
+    interval: str | None = None
+    """Training between saves; the best one by default."""
+    replay: bool = False
+    """Replay Llama 3's published interruptions instead, with what was not published varied."""
+    trials: int = 8
+    """Simulated runs of each case."""
+    seed: int = 0
+    """Seed of all."""
+    figure: pathlib.Path | None = None
+    """Also draw goodput against devices: a file that ends in .png or .svg."""
+    store: pathlib.Path | None = None
+    """JSON Lines file to append the records to."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if not self.devices or min(self.devices) < 1 or self.devices_per_replica < 1:
+            raise UsageError("--devices and --devices-per-replica must be at least 1")
+        if self.trials < 1 or not self.days > 0:
+            raise UsageError("--trials and --days must be positive")
+        if self.figure is not None and self.replay:
+            raise UsageError("--figure draws devices, of which --replay has one number")
+        require_figure(self.figure)
+
+    def run(self) -> int:
+        """Simulates, and prints tables with what they assume."""
+        return self._replay() if self.replay else self._simulate()
+
+    def _simulate(self) -> int:
+        from paceline.planner.goodput.constants import ASSUMPTIONS, LLAMA3_DEVICE_INTERVAL_H
+        from paceline.planner.goodput.options import options
+        from paceline.planner.goodput.records import option_records
+        from paceline.records import capture_environment
+        from paceline.reports.tables.goodput import gains_table, goodput_table
+
+        changes = self._changes()
+        chosen = list(
+            options(
+                self.devices,
+                self._constants(changes),
+                days=self.days,
+                device_interval_h=self.device_interval_h or LLAMA3_DEVICE_INTERVAL_H,
+                devices_per_replica=self.devices_per_replica,
+                interval_s=_optional_seconds(self.interval, "interval"),
+            )
+        )
+        with case_progress(len(chosen)) as progress:
+            made = option_records(
+                chosen,
+                capture_environment(),
+                constants=f"{self.constants}, changed" if changes else self.constants,
+                trials=self.trials,
+                seed=self.seed,
+                done=progress.next_case,
+            )
+            records = list(keep_records(made, self.store, self.output))
+        if not self.output.json:
+            console = stdout_console()
+            for devices in self.devices:
+                console.print(
+                    goodput_table([each for each in records if each.case["devices"] == devices])
+                )
+            changed = f"; changed: {', '.join(changes)}" if changes else ""
+            notes = (f"constants: {self.constants}{changed}", *ASSUMPTIONS)
+            console.print(gains_table(records, tuple(f"- {note}" for note in notes)))
+        if self.figure is not None:
+            from paceline.reports.plots.reliability.goodput import plot_goodput
+            from paceline.reports.plots.style import save_as
+
+            save_as(plot_goodput(records), self.figure)
+        return 0
+
+    def _replay(self) -> int:
+        from paceline.planner.goodput.constants import LLAMA3_EFFECTIVE
+        from paceline.planner.goodput.records import replay_records
+        from paceline.records import capture_environment
+        from paceline.reports.tables.goodput import replay_table
+
+        made = replay_records(capture_environment(), trials=self.trials, seed=self.seed)
+        records = list(keep_records(made, self.store, self.output))
+        if not self.output.json:
+            stdout_console().print(replay_table(records, LLAMA3_EFFECTIVE))
+        return 0
+
+    def _changes(self) -> dict[str, float]:
+        """Returns the constants that flags replace."""
+        given = {
+            "detection_s": _optional_seconds(self.detection, "detection"),
+            "restart_s": _optional_seconds(self.restart, "restart"),
+            "heal_s": _optional_seconds(self.heal, "heal"),
+            "stall_s": _optional_seconds(self.stall, "stall"),
+            "state_bytes_per_device": self.state_per_device and parse_bytes(self.state_per_device),
+            "disk_bytes_per_s": self.disk_bandwidth and parse_rate(self.disk_bandwidth) / 8,
+            "s3_bytes_per_s": self.s3_bandwidth and parse_rate(self.s3_bandwidth) / 8,
+        }
+        return {name: float(value) for name, value in given.items() if value is not None}
+
+    def _constants(self, changes: dict[str, float]) -> "Constants":
+        from paceline.planner.goodput.constants import CONSTANTS
+
+        return dataclasses.replace(CONSTANTS[self.constants], **changes)
+
+
+def _optional_seconds(text: str | None, what: str) -> float | None:
+    return None if text is None else parse_seconds(text, what)

@@ -1,0 +1,111 @@
+"""The numbers that goodput is computed from: where each is published, measured or assumed.
+
+Two sets. `measured` is what this project's own restarts and replicas take on a small machine, with
+the published growth of the rendezvous: what software allows. `cluster` is what large runs report or
+imply, with queues, health checks and people in between.
+"""
+
+import dataclasses
+from typing import Literal
+
+from paceline.core.units import GB, MB, TB
+from paceline.planner.goodput.cadence import Tier
+
+ConstantsName = Literal["measured", "cluster"]
+CheckpointName = Literal["memory", "disk", "s3"]
+
+LLAMA3_DEVICES = 16_384
+LLAMA3_DAYS = 54
+LLAMA3_UNEXPECTED = 419
+LLAMA3_PLANNED = 47
+LLAMA3_EFFECTIVE = 0.90
+"""Published as "higher than 90%" (The Llama 3 Herd of Models, 2024, section 3.3.4)."""
+LLAMA3_DEVICE_INTERVAL_H = LLAMA3_DAYS * 24 * LLAMA3_DEVICES / LLAMA3_UNEXPECTED
+"""Hours between two unexpected interruptions by one device: 50,700."""
+LLAMA3_STORAGE_BYTES_PER_S = 2 * TB
+"""Sustained, of the storage that its checkpoints went to (section 3.3.1)."""
+LLAMA3_STATE_BYTES = 405e9 * 12
+"""fp32 weights and AdamW's two moments of 405 billion parameters: the format is assumed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Times and sizes of one set."""
+
+    detection_s: float
+    """From a failure until the job is stopped."""
+    restart_s: float
+    """Start of all ranks, rendezvous apart."""
+    rendezvous_s_per_device: float
+    """Growth of the rendezvous with devices."""
+    heal_s: float
+    """Restart of one replica, with its state from a peer."""
+    heartbeat_s: float = 5.0
+    """Until survivors give a replica up: torchft's default."""
+    step_s: float = 6.0
+    """A step of Llama 3 405B: 16 million tokens at 400 TFLOP/s per device."""
+    state_bytes_per_device: float = LLAMA3_STATE_BYTES / LLAMA3_DEVICES
+    """Weights and optimizer state that one device saves: a model grows with its cluster."""
+    stall_s: float = 0.5
+    """How long an asynchronous save stops training: the copy to host memory."""
+    memory_bytes_per_s: float = 1 * GB
+    """Of one device, into the memory of a peer host."""
+    disk_bytes_per_s: float = LLAMA3_STORAGE_BYTES_PER_S / LLAMA3_DEVICES
+    """Of one device, when all write: storage grows with the cluster."""
+    s3_bytes_per_s: float = 12 * MB
+    """Of one device, when all write."""
+
+    def restart_of(self, devices: int) -> float:
+        """Returns how long so many devices take to start and meet."""
+        return self.restart_s + self.rendezvous_s_per_device * devices
+
+    def tiers(self, checkpoint: CheckpointName) -> tuple[Tier, ...]:
+        """Returns the tiers behind a choice; memory has disk behind it, which it needs."""
+        speeds = {
+            "memory": self.memory_bytes_per_s,
+            "disk": self.disk_bytes_per_s,
+            "s3": self.s3_bytes_per_s,
+        }
+        names: tuple[CheckpointName, ...] = (
+            ("memory", "disk") if checkpoint == "memory" else (checkpoint,)
+        )
+        return tuple(
+            Tier(
+                name=name,
+                # The copy to host memory is made once, and both are written from it.
+                stall_s=self.stall_s if name == names[0] else 0.0,
+                write_s=self.state_bytes_per_device / speeds[name],
+                load_s=self.state_bytes_per_device / speeds[name],
+                is_volatile=name == "memory",
+            )
+            for name in names
+        )
+
+
+# TCPStore with libuv: 100 s for 96,000 ranks.
+_RENDEZVOUS_S_PER_DEVICE = 100 / 96_000
+CONSTANTS: dict[ConstantsName, Constants] = {
+    # torchrun on two ranks here: 9 to 11 s, most of it importing torch; torchft's rejoin: 11 s.
+    "measured": Constants(
+        detection_s=5.0,
+        restart_s=11.0,
+        rendezvous_s_per_device=_RENDEZVOUS_S_PER_DEVICE,
+        heal_s=11.0,
+    ),
+    # Not published by anybody in full; with them Llama 3's effective time comes out.
+    "cluster": Constants(
+        detection_s=120.0,
+        restart_s=600.0,
+        rendezvous_s_per_device=_RENDEZVOUS_S_PER_DEVICE,
+        heal_s=600.0,
+    ),
+}
+ASSUMPTIONS = (
+    "failures are exponential, 50,700 device-hours apart (Llama 3: 419 in 54 days on 16,384), "
+    "and strike in downtime, too",
+    "78% need another host, 13% stop every replica, 2% take 8 neighbouring hosts at once",
+    "a replacement takes 30 minutes where no spare is left, the repair of a host a day",
+    "a replica has 128 devices; losing one costs the others the heartbeat's 5 s and a step of 6 s",
+    "a device saves 297 MB: to a peer's memory at 1 GB/s, to disk at 122 MB/s (Llama 3's 2 TB/s "
+    "for all), to S3 at 12 MB/s; training stops for 0.5 s",
+)

@@ -1,0 +1,274 @@
+"""A run on n devices as a discrete-event simulation, from failure to failure.
+
+Events are failures, announced interruptions and healed replicas. What happens between them is
+computed at once, so that the cost is that of the events: about 3,000 for 100,000 devices in 60
+days. Devices fail in downtime as well, which begins again then. Every second of the run is in one
+of `PARTS`.
+"""
+
+import bisect
+import dataclasses
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from paceline.planner.goodput.formula import DAY_S
+from paceline.planner.goodput.scenario import DEVICES_PER_HOST, Scenario
+
+PARTS = ("useful", "stall", "lost", "detection", "replacement", "restart", "load", "absent")
+"""Training that counts, saving, training done twice, the parts of downtime, and the work of
+replicas that were not there."""
+_NORMAL_95 = 1.96
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What came of several runs of the same scenario, differing by chance alone."""
+
+    goodput: float
+    """Mean share of useful work, of all devices that were held."""
+    error: float
+    """Half of its 95% interval: the Monte-Carlo error."""
+    shares: dict[str, float]
+    """Mean share of each of `PARTS`, of the devices that train."""
+    failures_per_day: float
+
+
+def simulate(scenario: Scenario, *, trials: int = 16, seed: int = 0) -> Simulated:
+    """Simulates a scenario so many times, with independent streams of one seed."""
+    runs = [
+        _Run(scenario, np.random.default_rng(stream))
+        for stream in np.random.SeedSequence(seed).spawn(trials)
+    ]
+    for run in runs:
+        run.play()
+    duration_s = scenario.days * DAY_S
+    reached = np.array([run.parts["useful"] for run in runs]) / duration_s * scenario.paid_share
+    deviation = float(reached.std(ddof=1)) if trials > 1 else 0.0
+    return Simulated(
+        goodput=float(reached.mean()),
+        error=_NORMAL_95 * deviation / math.sqrt(trials),
+        shares={name: sum(run.parts[name] for run in runs) / trials / duration_s for name in PARTS},
+        failures_per_day=sum(run.num_failures for run in runs) / trials / scenario.days,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    is_job_wide: bool
+    is_group: bool
+    is_hardware: bool
+    replica: int
+
+
+class _Run:
+    """One run. It trains whenever `_pending`, the rest of a downtime, is empty."""
+
+    def __init__(self, scenario: Scenario, random: np.random.Generator) -> None:
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.num_failures = 0
+        self._scenario = scenario
+        self._cadence = scenario.cadence
+        self._random = random
+        self._now_s = 0.0
+        self._pending: deque[tuple[str, float]] = deque()
+        self._downtime: tuple[tuple[str, float], ...] = ()
+        self._is_down = False
+        # Where training went on: a save, and the training before save 0.
+        self._first = 0
+        self._base_s = 0.0
+        self._up_s = 0.0
+        self._durable = [0] * len(scenario.tiers)
+        # Useful work at positions of training; they differ once replicas are missing.
+        self._positions = [0.0]
+        self._useful = [0.0]
+        self._healed_s: dict[int, float] = {}
+        self._healing: list[tuple[float, int]] = []
+        self._returning_hosts: list[float] = []
+        self._spare_hosts = scenario.recovery.spare_hosts
+
+    def play(self) -> None:
+        """Runs to the end."""
+        end_s = self._scenario.days * DAY_S
+        failures = self._arrivals(self._scenario.interruption_s)
+        planned_per_day = self._scenario.failures.planned_per_day
+        plans = self._arrivals(DAY_S / planned_per_day if planned_per_day else math.inf)
+        next_failure_s, next_plan_s = next(failures), next(plans)
+        while True:
+            next_healed_s = self._healing[0][0] if self._healing else math.inf
+            event_s = min(next_failure_s, next_plan_s, next_healed_s, end_s)
+            self._advance(event_s)
+            if event_s == end_s:
+                return
+            if event_s == next_healed_s:
+                self._rejoin()
+            elif event_s == next_failure_s:
+                next_failure_s = next(failures)
+                self._fail(self._draw())
+            else:
+                next_plan_s = next(plans)
+                self._stop_as_planned()
+
+    def _arrivals(self, mean_s: float) -> Iterator[float]:
+        """Yields the times of a Poisson process."""
+        if math.isinf(mean_s):
+            while True:
+                yield math.inf
+        time_s = 0.0
+        while True:
+            for gap_s in self._random.exponential(mean_s, size=256):
+                time_s += float(gap_s)
+                yield time_s
+
+    def _draw(self) -> _Failure:
+        self.num_failures += 1
+        failures = self._scenario.failures
+        kind, hardware, place = self._random.random(3)
+        is_job_wide = kind < failures.job_wide_share
+        hardware_share = failures.hardware_share / max(1 - failures.job_wide_share, 1e-9)
+        is_group = not is_job_wide and kind < failures.job_wide_share + failures.group_share
+        return _Failure(
+            is_job_wide=is_job_wide,
+            is_group=is_group,
+            is_hardware=not is_job_wide and hardware < hardware_share,
+            replica=int(place * self._scenario.num_replicas),
+        )
+
+    @property
+    def _capacity(self) -> float:
+        return 1 - len(self._healed_s) / self._scenario.num_replicas
+
+    def _advance(self, until_s: float) -> None:
+        """Lets time pass: first what is left of a downtime, then training."""
+        while self._pending and self._now_s < until_s:
+            name, seconds = self._pending.popleft()
+            passed_s = min(seconds, until_s - self._now_s)
+            self.parts[name] += passed_s
+            self._now_s += passed_s
+            if passed_s < seconds:
+                self._pending.appendleft((name, seconds - passed_s))
+                # Rounding may leave less than the clock can tell apart.
+                self._now_s = until_s
+        if self._now_s < until_s:
+            self._is_down = False
+            self._train(until_s - self._now_s)
+            self._now_s = until_s
+
+    def _train(self, seconds: float) -> None:
+        before_s = self._cadence.work_s(self._first, self._up_s)
+        self._up_s += seconds
+        worked_s = self._cadence.work_s(self._first, self._up_s) - before_s
+        self.parts["stall"] += seconds - worked_s
+        self.parts["useful"] += worked_s * self._capacity
+        self.parts["absent"] += worked_s * (1 - self._capacity)
+        self._positions.append(self._position_s)
+        self._useful.append(self.parts["useful"])
+
+    @property
+    def _position_s(self) -> float:
+        position_s = self._base_s + self._first * self._cadence.interval_s
+        return position_s + self._cadence.work_s(self._first, self._up_s)
+
+    def _fail(self, failure: _Failure) -> None:
+        wait_s = self._wait_for_hosts(failure)
+        replicas = self._scenario.replicas
+        if replicas is not None and not failure.is_job_wide:
+            for replica in self._hit(failure):
+                healed_s = self._now_s + replicas.heartbeat_s + wait_s + replicas.heal_s
+                self._healed_s[replica] = healed_s
+                heapq.heappush(self._healing, (healed_s, replica))
+            if self._capacity > 0:
+                # A restart begins again, but waits for no host: it can do without this replica.
+                pause = (("detection", replicas.heartbeat_s), ("lost", replicas.step_s))
+                self._pending = deque(self._downtime if self._is_down else pause)
+                return
+        self._healed_s.clear()
+        self._healing.clear()
+        detection_s = self._scenario.recovery.detection_s
+        self._go_down(detection_s, wait_s, self._roll_back(failure))
+
+    def _hit(self, failure: _Failure) -> list[int]:
+        """Returns the replicas that a failure takes."""
+        assert self._scenario.replicas is not None
+        devices = self._scenario.failures.group_hosts * DEVICES_PER_HOST if failure.is_group else 1
+        count = math.ceil(devices / self._scenario.replicas.devices_per_replica)
+        total = self._scenario.num_replicas
+        return [(failure.replica + offset) % total for offset in range(min(count, total))]
+
+    def _rejoin(self) -> None:
+        healed_s, replica = heapq.heappop(self._healing)
+        # It may have failed again while it healed: then a later entry counts.
+        if self._healed_s.get(replica) == healed_s:
+            del self._healed_s[replica]
+
+    def _wait_for_hosts(self, failure: _Failure) -> float:
+        """Takes spares where hosts have broken; returns how long the missing ones take."""
+        recovery = self._scenario.recovery
+        while self._returning_hosts and self._returning_hosts[0] <= self._now_s:
+            heapq.heappop(self._returning_hosts)
+            self._spare_hosts += 1
+        if not failure.is_hardware:
+            return 0.0
+        wanted = self._scenario.failures.group_hosts if failure.is_group else 1
+        taken = min(wanted, self._spare_hosts)
+        self._spare_hosts -= taken
+        for _ in range(taken):
+            heapq.heappush(self._returning_hosts, self._now_s + recovery.repair_s)
+        return recovery.replacement_s if taken < wanted else 0.0
+
+    def _roll_back(self, failure: _Failure) -> float:
+        """Goes back to the newest save that is left; returns how long it takes to load."""
+        tiers = self._scenario.tiers
+        self._durable = self._cadence.durable(self._first, self._up_s, self._durable)
+        usable = [
+            index for index, tier in enumerate(tiers) if not (tier.is_volatile and failure.is_group)
+        ]
+        # Of equally new ones the first, which loads fastest.
+        best = max(usable, key=lambda index: (self._durable[index], -index))
+        save = self._durable[best]
+        position_s = self._base_s + save * self._cadence.interval_s
+        useful_s = self._useful_at(position_s)
+        self.parts["lost"] += self.parts["useful"] - useful_s
+        self.parts["useful"] = useful_s
+        self._first, self._up_s = save, 0.0
+        # What was loaded is in the first tier again; none has anything newer.
+        self._durable = [save, *(min(each, save) for each in self._durable[1:])]
+        return tiers[best].load_s
+
+    def _useful_at(self, position_s: float) -> float:
+        """Returns the useful work of a position, and forgets what came after it."""
+        index = bisect.bisect_right(self._positions, position_s)
+        if index == len(self._positions):
+            return self._useful[-1]
+        low, high = self._positions[index - 1], self._positions[index]
+        share = (position_s - low) / (high - low)
+        useful_s = self._useful[index - 1] + share * (self._useful[index] - self._useful[index - 1])
+        del self._positions[index:], self._useful[index:]
+        self._positions.append(position_s)
+        self._useful.append(useful_s)
+        return useful_s
+
+    def _stop_as_planned(self) -> None:
+        """Saves where the run is, and restarts; in downtime there is nothing to stop."""
+        if self._is_down:
+            return
+        self._base_s = self._position_s
+        self._first, self._up_s = 0, 0.0
+        self._durable = [0] * len(self._scenario.tiers)
+        last = self._scenario.tiers[-1]
+        self._go_down(0.0, 0.0, last.load_s)
+        self._pending.appendleft(("stall", last.stall_s + last.write_s))
+
+    def _go_down(self, detection_s: float, wait_s: float, load_s: float) -> None:
+        """Stops everything, for as long as detection, a new host, restart and load take."""
+        self._is_down = True
+        self._downtime = (
+            ("detection", detection_s),
+            ("replacement", wait_s),
+            ("restart", self._scenario.recovery.restart_s),
+            ("load", load_s),
+        )
+        self._pending = deque(self._downtime)

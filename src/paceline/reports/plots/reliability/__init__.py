@@ -1,0 +1,1 @@
+"""Pictures of what fails: goodput against devices, and runs under chaos."""
