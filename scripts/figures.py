@@ -25,11 +25,13 @@ from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
-from paceline.accounting.goodput import best_checkpoint_interval_s, goodput, interruption_interval_s
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.data.inspect.lengths import DocumentLengths
+from paceline.planner.goodput.constants import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
+from paceline.planner.goodput.formula import best_interval_s, goodput, interruption_interval_s
+from paceline.planner.goodput.records import GOODPUT, REPLAY
 from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_others
 from paceline.prediction.records import backtest_cases
 from paceline.records import Record, RecordStore, latest_per_case
@@ -45,6 +47,7 @@ from paceline.reports.plots.runs.speed import plot_phases
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.backtest import backtest_table
+from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -100,6 +103,7 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "train-overhead": ("train-overhead", "comparison", "time"),
     "checkpoint-stall": ("checkpoint-stall", "comparison", "time"),
     "trace-scale": ("trace-scale", "trace_analysis", "time"),
+    "store-latency": ("store-latency", "rendezvous", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
@@ -119,6 +123,7 @@ PICTURE_SOURCES = {
     "sharding-memory": ("sharding-memory", "optimizer-memory"),
     "profile-timelines": ("profile-ddp", "timelines"),
     "profile-memory": ("profile-step", "memory-timeline"),
+    "goodput": ("goodput", "goodput"),
 }
 
 # Tables that are more than one view of a store, by the store that they are made of.
@@ -139,6 +144,7 @@ OTHER_TABLES = {
     "scaling-course": ("scaling-course",),
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
     "scaling-speed": ("scaling-speed",),
+    "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
 # Pictures that show how something works, from no record.
 SCHEMES = {
@@ -319,7 +325,6 @@ def scale_by_ranks() -> str:
     gradient_bytes = 4 * count_parameters(shape).total
     line = {"latency_s": 10e-6, "bytes_per_s": 50e9}
     # One published run: 16,384 devices, 54 days, 419 interruptions.
-    failure_interval_h = 54 * 24 * 16_384 / 419
     headers = (
         *("ranks", *(f"{strategy} (GiB)" for strategy in _STAGES)),
         *("ring (s)", "of it latency (s)", "tree (s)", "hours between failures", "goodput"),
@@ -334,12 +339,11 @@ def scale_by_ranks() -> str:
         ring_s = float(ring_time_s("all_reduce", gradient_bytes, num_ranks, **line))
         latency_s = float(ring_time_s("all_reduce", 0, num_ranks, **line))
         tree_s = float(tree_all_reduce_time_s(gradient_bytes, num_ranks, **line))
-        between_s = float(interruption_interval_s(failure_interval_h, num_ranks))
-        interval_s = float(best_checkpoint_interval_s(30.0, between_s))
+        between_s = float(interruption_interval_s(LLAMA3_DEVICE_INTERVAL_H, num_ranks))
         share = goodput(
-            checkpoint_s=30.0,
-            checkpoint_interval_s=interval_s,
-            restart_s=600.0,
+            interval_s=best_interval_s(30.0, between_s),
+            stall_s=30.0,
+            downtime_s=600.0,
             interruption_s=between_s,
         )
         cells = (
@@ -348,6 +352,28 @@ def scale_by_ranks() -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+# What is shown of the sizes that were simulated; the picture has them all.
+_SIZES = (1_024, 16_384, 100_000)
+
+
+def goodput_tables() -> dict[str, Table]:
+    """Returns goodput by choice at three sizes, what each measure adds, and the replay."""
+    records = read("goodput")
+    simulated = [record for record in records if record.kind == GOODPUT]
+    cluster, measured = (
+        [each for each in simulated if each.case["constants"] == name]
+        for name in ("cluster", "measured")
+    )
+    return {
+        "goodput": goodput_table([each for each in cluster if each.case["devices"] in _SIZES]),
+        "goodput-gains": gains_table(cluster),
+        "goodput-gains-measured": gains_table(measured),
+        "goodput-replay": replay_table(
+            [each for each in records if each.kind == REPLAY], LLAMA3_EFFECTIVE
+        ),
+    }
 
 
 def _pages_by_table() -> dict[str, tuple[str, str]]:
@@ -398,7 +424,8 @@ def tables() -> dict[str, str]:
     }
     held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
-    profiled = {f"{name}.md": render_markdown(table) for name, table in profile_tables().items()}
+    several = {**profile_tables(), **goodput_tables()}
+    rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
         "kernels.md": render_markdown(kernels_table(read("kernels"))),
@@ -415,7 +442,7 @@ def tables() -> dict[str, str]:
         "training-panel.md": training_panel(),
         "benchmarks.md": benchmarks(),
     }
-    return {**made, **profiled, **others}
+    return {**made, **rendered, **others}
 
 
 def main() -> int:

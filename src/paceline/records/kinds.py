@@ -139,7 +139,6 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # Faults of one sort that something was made to suffer: tried, survived, lost.
     "fault": (("subject", "fault"), ("world_size", "strategy", "phase", "number", "seed", *_PLACE)),
-    "fault": (("subject", "fault", *_PLACE), ("world_size", "strategy", "phase", "number", "seed")),
     # The simulated share of a long run that trains, by what is done about failures.
     "goodput": (
         ("devices", "recovery", "checkpoint", "spare_hosts", "constants"),
@@ -150,6 +149,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # A published run, simulated with what was not published varied.
     "goodput_replay": (("run", "assumption"), ("detection_s", "restart_s", "trials", "seed")),
+    # A fault that was inflicted on a run on purpose, and such a run as a whole.
+    "chaos_fault": (("command", "seed", "num_hosts", "fault", "number"), ("target",)),
+    "chaos_run": (("command", "seed", "num_hosts"), ("for_s",)),
+    # Clients of one store that meet: what a rendezvous of so many ranks asks of it.
+    "rendezvous": (("subject", "clients", *_PLACE), ("processes", "rounds")),
     # One check of the acceptance run on GPUs.
     "check": (("name", "world_size", "backend", *_PLACE), ()),
     # What became of a command that was to measure something for a report.

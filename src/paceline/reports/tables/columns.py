@@ -234,6 +234,13 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _decimal_column("bus bandwidth", "bus_bandwidth_bytes_per_s", "B/s"),
     ),
     ("collective_fit", "time"): _COLLECTIVE_FIT,
+    ("rendezvous", "time"): (
+        _time_column("connect, a client", "connect_median_client_s"),
+        _time_column("counter, all", "counter_time_s"),
+        _time_column("counter, a client", "counter_median_client_s"),
+        _time_column("keys, all", "keys_time_s"),
+        _time_column("keys, a client", "keys_median_client_s"),
+    ),
     ("attempt", "time"): (_number_column("time (s)", "time_s", ".1f"),),
     ("environment", "time"): (_time_column("all_reduce"),),
     ("calibration", "time"): (

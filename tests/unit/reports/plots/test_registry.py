@@ -41,6 +41,14 @@ MESSAGES = {"message_start_s": [0.2, 0.28], "message_end_s": [0.28, 0.31]}
 TRACED += [prediction_of(traced("bucketed", 0, exposed_s=0.01), MESSAGES)]
 TRACED += [record_factory.memory_record(phase=phase) for phase in ("forward", "train")]
 MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
+GOODPUT = [
+    record_factory.make_record(
+        *("goodput", {"goodput": 0.9, "formula_goodput": 0.91}),
+        devices=devices, recovery="restart", checkpoint="disk", spare_hosts=spares,
+    )
+    for devices in (1_024, 16_384)
+    for spares in (0, 2)
+]
 
 
 def texts(labels: Iterable[Any]) -> list[str]:
@@ -50,6 +58,7 @@ def texts(labels: Iterable[Any]) -> list[str]:
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *PREDICTED, *TRACED, *MEMORY]
+    records += GOODPUT
     first, second = (
         {path.suffix: path.read_bytes() for path in save_figure(draw(name, records), folder, name)}
         for folder in (tmp_path / "first", tmp_path / "second")
@@ -65,6 +74,7 @@ def test_only_what_can_be_compared_is_offered() -> None:
     assert drawable_plots(ATTENTION) == ["attention-time", "attention-memory"]
     assert drawable_plots(COMMUNICATION) == ["communication"]
     assert drawable_plots(MEMORY) == ["optimizer-memory"]
+    assert drawable_plots(GOODPUT) == ["goodput"]
     assert drawable_plots(STRATEGIES) == ["strategies", "bucket-size"]
     assert drawable_plots(STRATEGIES[:1]) == ["strategies"]
     assert drawable_plots([step_record(outcome="failed")]) == []

@@ -1,0 +1,191 @@
+"""How long clients of one TCPStore take to meet, on loopback.
+
+One server process, some processes of clients, each client with a connection and a thread. Two ways
+to meet: by a counter, as torch's own barrier does (add, and the last one sets the key that all wait
+for), and by keys, as a rendezvous that exchanges addresses does (each sets its own and waits for
+those of all). A round lasts from the first client's call to the last one's return. Appends one
+record per number of clients to a store.
+
+    python scripts/store_latency.py results/store-latency.jsonl
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import multiprocessing
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.benchmarks.harness.records import measured
+from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.records import RecordStore
+
+TIMEOUT = datetime.timedelta(seconds=120)
+HOST = "127.0.0.1"
+# The stack of a thread that only waits for a socket; 8 MiB each would be much for a thousand.
+STACK_BYTES = 512 * 1024
+Times = list[tuple[float, float]]
+
+
+def serve(port: Any, ended: Any) -> None:
+    """Runs the store until it is told to end, listening on loopback only."""
+    listener = socket.socket()
+    listener.bind((HOST, 0))
+    listener.listen(4096)
+    number = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    store = dist.TCPStore(
+        HOST, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    port.value = number
+    ended.wait()
+    del store
+
+
+def connect(port: int, num_clients: int) -> tuple[list[dist.TCPStore], Times]:
+    """Opens the connections of one process, one after the other."""
+    stores, times = [], []
+    for _ in range(num_clients):
+        began = time.monotonic()
+        stores.append(
+            dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        )
+        times.append((began, time.monotonic()))
+    return stores, times
+
+
+def meet_by_counter(store: dist.TCPStore, name: str, rank: int, world_size: int) -> None:
+    """Counts itself in; the last one lets all go on."""
+    if store.add(f"{name}/count", 1) == world_size:
+        store.set(f"{name}/all", "here")
+    store.wait([f"{name}/all"], TIMEOUT)
+
+
+def meet_by_keys(store: dist.TCPStore, name: str, rank: int, world_size: int) -> None:
+    """Leaves its address and waits for everybody's."""
+    store.set(f"{name}/{rank}", "an address")
+    store.wait([f"{name}/{other}" for other in range(world_size)], TIMEOUT)
+
+
+WAYS: dict[str, Callable[[dist.TCPStore, str, int, int], None]] = {
+    "counter": meet_by_counter,
+    "keys": meet_by_keys,
+}
+
+
+def call(meet: Callable[[], None], gate: threading.Barrier, times: Times) -> None:
+    """Meets the others once all threads of this process are ready, and notes how long it took."""
+    gate.wait()
+    began = time.monotonic()
+    meet()
+    times.append((began, time.monotonic()))
+
+
+def be_clients(
+    ranks: list[int], world_size: int, rounds: int, port: int, together: Any, results: Any
+) -> None:
+    """Is several clients, and tells when each call began and ended."""
+    threading.stack_size(STACK_BYTES)
+    # Not while others still import torch.
+    together.wait()
+    stores, connected = connect(port, len(ranks))
+    taken: dict[str, list[Times]] = {"connect": [connected], **{way: [] for way in WAYS}}
+    for way, number in itertools.product(WAYS, range(rounds)):
+        times: Times = []
+        gate = threading.Barrier(len(ranks) + 1)
+        threads = []
+        for store, rank in zip(stores, ranks, strict=True):
+            meet = functools.partial(WAYS[way], store, f"{way}{number}", rank, world_size)
+            threads.append(threading.Thread(target=call, args=(meet, gate, times)))
+        for thread in threads:
+            thread.start()
+        together.wait()
+        gate.wait()
+        for thread in threads:
+            thread.join()
+        taken[way].append(times)
+    results.put(taken)
+    together.wait()
+
+
+def measure(num_clients: int, num_processes: int, rounds: int) -> dict[str, list[float]]:
+    """Returns samples of each metric, one per round."""
+    context = multiprocessing.get_context("spawn")
+    port, ended = context.Value("i", 0), context.Event()
+    server = context.Process(target=serve, args=(port, ended), daemon=True)
+    server.start()
+    while port.value == 0 and server.is_alive():
+        time.sleep(0.01)
+    together, results = context.Barrier(num_processes), context.Queue()
+    clients = [
+        context.Process(
+            target=be_clients,
+            args=(
+                list(range(first, num_clients, num_processes)),
+                *(num_clients, rounds, port.value, together, results),
+            ),
+            daemon=True,
+        )
+        for first in range(num_processes)
+    ]
+    for client in clients:
+        client.start()
+    every = [results.get(timeout=600) for _ in clients]
+    for client in clients:
+        client.join()
+    ended.set()
+    server.join()
+    return _metrics(every)
+
+
+def _metrics(every: list[dict[str, list[Times]]]) -> dict[str, list[float]]:
+    metrics: dict[str, list[float]] = {}
+    for way in every[0]:
+        for parts in zip(*(each[way] for each in every), strict=True):
+            calls = [call for part in parts for call in part]
+            median = statistics.median(end - begin for begin, end in calls)
+            metrics.setdefault(f"{way}_median_client_s", []).append(median)
+            # Connections are opened one after the other, and torch asks for the names of their
+            # hosts: where no name server answers, a few wait for seconds.
+            if way != "connect":
+                lasted = max(end for _, end in calls) - min(begin for begin, _ in calls)
+                metrics.setdefault(f"{way}_time_s", []).append(lasted)
+    return metrics
+
+
+def main() -> int:
+    """Measures, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 300, 1000])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    place = describe_hardware(torch.device("cpu")).as_case()
+    for num_clients in arguments.clients:
+        numbers = measure(num_clients, arguments.processes, arguments.rounds)
+        case = {
+            "subject": "TCPStore",
+            "clients": num_clients,
+            "processes": arguments.processes,
+            "rounds": arguments.rounds,
+            **place,
+        }
+        record = measured("rendezvous", case, numbers)
+        RecordStore(arguments.store).append(record)
+        shown = {name: f"{metric.value * 1e3:.1f} ms" for name, metric in record.metrics.items()}
+        print(f"{num_clients} clients: {shown}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
