@@ -44,7 +44,10 @@ MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
 GOODPUT = [
     record_factory.make_record(
         *("goodput", {"goodput": 0.9, "formula_goodput": 0.91}),
-        devices=devices, recovery="restart", checkpoint="disk", spare_hosts=spares,
+        devices=devices,
+        recovery="restart",
+        checkpoint="disk",
+        spare_hosts=spares,
     )
     for devices in (1_024, 16_384)
     for spares in (0, 2)
