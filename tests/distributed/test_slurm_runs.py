@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,7 +52,8 @@ class Job:
         (place / f"{out}.toml").write_text(encode_config(self.config))
         self._script = place / f"{out}.sh"
         self._script.write_text(
-            "#!/bin/bash\n"
+            # Another cluster of this machine has a job of the same number, and its port.
+            f"#!/bin/bash\nexport MASTER_PORT={_free_port()}\n"
             f"srun --ntasks 2 {PACELINE} train {place / out}.toml $CHANGES\n"
             f"code=$?; echo $code >> {self._codes}\n{then}\nexit $code\n"
         )
@@ -96,6 +98,12 @@ class Job:
         _until(lambda: self.state() in ("COMPLETED", ""))
         assert self.codes()[-1] == 0
         assert audit_run(self.out) == (steps, [])
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _slurm(*command: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -168,7 +167,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _require_supported(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    # By name: importing it would be a sixth of all that a rank imports.
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise CheckpointError(
             "torch's ZeroRedundancyOptimizer keeps its state where no checkpoint can find it; use "
             "the strategy 'sharded_optimizer'"
