@@ -1,5 +1,6 @@
 """A run whose replicas are killed: the others train on, and lost ones come back and heal."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -87,6 +88,25 @@ def _replicas(pid: int) -> list[int]:
     ]
 
 
+def _listens_on(pid: int) -> set[str]:
+    """Returns the addresses that a process accepts connections on, as the kernel writes them."""
+    links = set()
+    for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile.
+            links.add(str(path.readlink()))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    is_listening = "0A"
+    return {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == is_listening and f"socket:[{row[9]}]" in links
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_replicas_come_and_go(place: pathlib.Path) -> None:
@@ -116,6 +136,9 @@ def test_replicas_that_are_asked_to_stop_save_and_go_on_from_disk(place: pathlib
     command = (*_COMMAND, *_ELASTIC, "--set", "out=stopped", "--set", "training.steps=100000")
     running = _start(place, *command)
     _wait(running, lambda: _num_live(out) == 2)
+    loopback = "0100007F"
+    for pid in (running.pid, *_replicas(running.pid)):
+        assert _listens_on(pid) == {loopback}
     running.terminate()
     stdout, stderr = running.communicate(timeout=120)
     assert running.returncode == 143, stderr
