@@ -19,13 +19,13 @@ from paceline.cli import (
     data,
     environment,
     generate,
-    lab,
     profile,
     report,
     scaling,
     train,
 )
 from paceline.cli.exit_codes import guarded
+from paceline.cli.lab.verb import LabCommand
 from paceline.cli.plan.verb import PlanCommand
 
 _DESCRIPTION = (
@@ -45,7 +45,7 @@ Verb = (
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[generate.GenerateCommand, tyro.conf.subcommand("generate")]
-    | Annotated[lab.LabCommand, tyro.conf.subcommand("lab")]
+    | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from paceline.cli.lab.chaos import ChaosCommand
 from paceline.cli.output import Flat, OutputOptions, print_json
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_rate, parse_seconds
@@ -100,13 +101,14 @@ class SlurmCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabCommand:
-    """A slow network or a scheduler on this machine, to see what a cluster would do."""
+    """A slow network, a scheduler or faults on this machine, to see what a cluster would do."""
 
     part: (
         Annotated[RunCommand, tyro.conf.subcommand("run")]
         | Annotated[SlurmCommand, tyro.conf.subcommand("slurm")]
+        | Annotated[ChaosCommand, tyro.conf.subcommand("chaos")]
     )
 
     def run(self) -> int:
-        """Runs the command in the lab, or manages the scheduler."""
+        """Runs the command in the lab or under chaos, or manages the scheduler."""
         return self.part.run()

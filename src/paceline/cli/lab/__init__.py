@@ -1,0 +1,1 @@
+"""``paceline lab`` and its parts."""

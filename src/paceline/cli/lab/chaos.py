@@ -1,0 +1,149 @@
+"""``paceline lab chaos``: faults on purpose."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.cli.output import Flat, OutputOptions, keep_records, require_figure, stdout_console
+from paceline.core.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from paceline.lab.chaos.audit import ChaosAudit
+    from paceline.lab.chaos.config import ChaosConfig
+    from paceline.lab.chaos.schedule import FaultKind, Kind
+
+_DISK_FULL_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChaosCommand:
+    """Run a command and break things under it: processes, links, its disk, its checkpoints.
+
+    Acts only on processes that the command started, on hosts that it made, and on the run's own
+    directory. Starts the command again when it fails. Exit code 0: nothing was lost, every sample
+    was used exactly once, no process was left behind.
+    """
+
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")]
+    """The command and its arguments, after --: a paceline train."""
+    directory: Annotated[pathlib.Path, tyro.conf.arg(name="run")]
+    """Directory of the run, which its config calls out."""
+    kill_every: str | None = None
+    """Kill a random rank about so often, such as 30s."""
+    every: str = "30s"
+    """How often each other kind of fault comes."""
+    stop: str | None = None
+    """Stop a random rank (SIGSTOP) for so long, such as 5s."""
+    link_down: str | None = None
+    """Take a host's link down for so long; needs --hosts."""
+    link_slow: str | None = None
+    """Slow a host's link down to 50 Mbit/s for so long; needs --hosts."""
+    link_loss: str | None = None
+    """Lose 2% of a host's packets for so long; needs --hosts and iptables."""
+    disk_full: bool = False
+    """Fill the disk of the run for 5 s; the disk is a tmpfs that is mounted for it, as root."""
+    disk_size: str = "1GB"
+    """Size of that disk."""
+    corrupt: bool = False
+    """Flip a bit in the newest checkpoint, or cut a file of it, and kill a rank."""
+    any_process: bool = False
+    """Kill and stop launchers and helpers, too, not ranks alone."""
+    hosts: int = 0
+    """Run the command once on each of so many hosts of the lab, as lab run does."""
+    duration: Annotated[str, tyro.conf.arg(name="for")] = "5min"
+    """No fault comes after this; the run is then left to finish."""
+    finish_within: str = "10min"
+    """How long it may take for that."""
+    recover_within: str = "120s"
+    """How long after a fault the next step may come; if none does, the run is lost."""
+    seed: int = 0
+    """Decides on times and targets."""
+    no_restart: bool = False
+    """Leave restarts to the command."""
+    reference: pathlib.Path | None = None
+    """A run that was never disturbed: losses must be equal to the bit."""
+    figure: pathlib.Path | None = None
+    """Draw steps and faults over time: a file that ends in .png or .svg."""
+    store: pathlib.Path | None = None
+    """JSON Lines file to append a record per fault and one of the run to."""
+    output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
+
+    def __post_init__(self) -> None:
+        require_figure(self.figure)
+
+    def run(self) -> int:
+        """Runs, breaks, audits, and prints what was tried, survived and lost."""
+        from paceline.lab.chaos.records import FAULT, RUN, chaos_records
+        from paceline.lab.chaos.run import run_chaos
+        from paceline.records import capture_environment
+        from paceline.reports.tables.chaos import chaos_table
+
+        config = self._config()
+        outcome = run_chaos(config)
+        made = chaos_records(config, outcome, self._audit(config), capture_environment())
+        records = list(keep_records(made, self.store, self.output))
+        whole = next(record for record in records if record.kind == RUN)
+        if not self.output.json:
+            faults = [record for record in records if record.kind == FAULT]
+            console = stdout_console()
+            console.print(chaos_table(faults))
+            steps = whole.metrics["audited_steps"].value
+            verdict = whole.reason or f"finished; {steps:,.0f} steps audited, nothing wrong"
+            console.print(verdict, markup=False)
+        if self.figure is not None:
+            from paceline.reports.plots.reliability.chaos import plot_chaos
+            from paceline.reports.plots.style import save_as
+
+            save_as(plot_chaos(records), self.figure)
+        return 0 if whole.outcome == "ok" else 1
+
+    def _config(self) -> "ChaosConfig":
+        from paceline.lab.chaos.config import ChaosConfig
+
+        return ChaosConfig(
+            command=self.command,
+            run=self.directory,
+            kinds=self._kinds(),
+            for_s=parse_seconds(self.duration, "duration"),
+            finish_within_s=parse_seconds(self.finish_within, "time to finish"),
+            recover_within_s=parse_seconds(self.recover_within, "time to recover"),
+            seed=self.seed,
+            any_process=self.any_process,
+            restart=not self.no_restart,
+            num_hosts=self.hosts,
+            disk_bytes=parse_bytes(self.disk_size) if self.disk_full else 0,
+            reference=self.reference,
+        )
+
+    def _kinds(self) -> "dict[FaultKind, Kind]":
+        from paceline.lab.chaos.schedule import Kind
+
+        every_s = parse_seconds(self.every, "period")
+        kinds: dict[FaultKind, Kind] = {}
+        if self.kill_every is not None:
+            kinds["kill"] = Kind(every_s=parse_seconds(self.kill_every, "period"))
+        durations: dict[FaultKind, str | None] = {
+            "stop": self.stop,
+            "link-down": self.link_down,
+            "link-slow": self.link_slow,
+            "link-loss": self.link_loss,
+        }
+        for kind, text in durations.items():
+            if text is not None:
+                kinds[kind] = Kind(every_s=every_s, lasts_s=parse_seconds(text, "duration"))
+        if self.disk_full:
+            kinds["disk-full"] = Kind(every_s=every_s, lasts_s=_DISK_FULL_S)
+        if self.corrupt:
+            kinds["corrupt"] = Kind(every_s=every_s)
+        return kinds
+
+    def _audit(self, config: "ChaosConfig") -> "ChaosAudit | None":
+        from paceline.lab.chaos.audit import audit_chaos
+        from paceline.training.run_files import CONFIG
+
+        # A command that is no paceline train has no trail to look at.
+        if not (config.run / CONFIG).exists():
+            return None
+        return audit_chaos(config.run, config.reference)

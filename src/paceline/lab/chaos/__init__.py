@@ -1,0 +1,1 @@
+"""Chaos: faults on purpose, in a run that is to survive them."""

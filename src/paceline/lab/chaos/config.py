@@ -1,0 +1,45 @@
+"""What is done to a command, and for how long."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+from paceline.core.errors import UsageError
+from paceline.lab.chaos.schedule import LINK_FAULTS, FaultKind, Kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChaosConfig:
+    """A run, its faults, and the bounds of both."""
+
+    command: tuple[str, ...]
+    run: pathlib.Path
+    """Directory of the run, `out` of its config."""
+    kinds: Mapping[FaultKind, Kind]
+    for_s: float
+    """No fault is due after this; then the run is left to finish."""
+    finish_within_s: float = 600.0
+    """How long it may take for that."""
+    recover_within_s: float = 120.0
+    """How long after a fault the next step may come; a fault after which none comes is lost."""
+    seed: int = 0
+    any_process: bool = False
+    """Whether launchers are killed and stopped, too, not ranks alone."""
+    restart: bool = True
+    """Whether the command is started again when it fails."""
+    num_hosts: int = 0
+    """Hosts of the lab, with one rank each; 0 to run on this machine, where no link can fail."""
+    disk_bytes: int = 0
+    """Size of the disk that is mounted for the run; 0 for none."""
+    reference: pathlib.Path | None = None
+    """A run that was never disturbed, whose losses this one must have to the bit."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise UsageError("nothing to run: put the command after --")
+        if not self.kinds:
+            raise UsageError("no fault was asked for: --kill-every 30s is one")
+        if not (self.for_s > 0 and self.finish_within_s > 0 and self.recover_within_s > 0):
+            raise UsageError("--for, --finish-within and --recover-within must be positive")
+        if self.num_hosts < 2 and any(kind in self.kinds for kind in LINK_FAULTS):
+            raise UsageError("links fail between hosts of the lab: add --hosts 2")

@@ -1,0 +1,61 @@
+"""A small disk of its own for a run, which can be filled and freed."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
+from paceline.core.errors import UsageError
+from paceline.lab.network import LabError
+
+_FILLER = ".chaos-filler"
+
+
+@contextlib.contextmanager
+def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
+    """Mounts a tmpfs at an empty directory; what is on it stays in the directory afterwards."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise UsageError(f"{directory} is not empty: --disk-full needs a new run")
+    if os.geteuid() != 0:
+        raise LabError("--disk-full mounts a tmpfs, which only root may")
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "paceline-chaos", str(directory))
+    try:
+        yield
+    finally:
+        free(directory)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as beside:
+            kept = pathlib.Path(beside) / "kept"
+            shutil.copytree(directory, kept)
+            _run("umount", "--lazy", str(directory))
+            for entry in kept.iterdir():
+                entry.rename(directory / entry.name)
+
+
+def fill(directory: pathlib.Path) -> int:
+    """Takes all room that is left on the disk; returns how many bytes that were."""
+    taken = 0
+    with (directory / _FILLER).open("wb", buffering=0) as file:
+        # What the run frees while this runs is taken as well.
+        for _ in range(10):
+            room = shutil.disk_usage(directory).free
+            if room == 0:
+                break
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), taken, room)
+                taken += room
+    return taken
+
+
+def free(directory: pathlib.Path) -> None:
+    """Gives the room back."""
+    (directory / _FILLER).unlink(missing_ok=True)
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if result.returncode != 0:
+        raise LabError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")

@@ -1,0 +1,72 @@
+"""A run under chaos as records: one per fault, one of the whole."""
+
+from collections.abc import Iterator
+
+from paceline.lab.chaos.audit import ChaosAudit
+from paceline.lab.chaos.config import ChaosConfig
+from paceline.lab.chaos.run import ChaosOutcome, Tried
+from paceline.records import CaseValue, Environment, Metric, Record
+
+FAULT = "chaos_fault"
+RUN = "chaos_run"
+_MOST_SAMPLES = 2_000
+
+
+def chaos_records(
+    config: ChaosConfig, outcome: ChaosOutcome, audit: ChaosAudit | None, environment: Environment
+) -> Iterator[Record]:
+    """Yields the records of a run's faults, then that of the run."""
+    case: dict[str, CaseValue] = {
+        "command": " ".join(config.command),
+        "seed": config.seed,
+        "num_hosts": config.num_hosts,
+    }
+    for tried in outcome.tried:
+        yield _fault_record(case, tried, environment)
+    lost = [tried for tried in outcome.tried if tried.reason is not None]
+    findings = () if audit is None else audit.findings
+    wrong = [*([outcome.reason] if outcome.reason else []), *findings]
+    if outcome.num_orphans:
+        wrong.append(f"{outcome.num_orphans} processes had outlived the command")
+    stride = -(-len(outcome.steps) // _MOST_SAMPLES)
+    yield Record(
+        kind=RUN,
+        case={**case, "for_s": config.for_s},
+        environment=environment,
+        metrics={
+            "tried": Metric(value=len(outcome.tried)),
+            "survived": Metric(value=len(outcome.tried) - len(lost)),
+            "lost": Metric(value=len(lost)),
+            "duration_s": Metric(value=outcome.duration_s),
+            "num_starts": Metric(value=outcome.num_starts),
+            "num_orphans": Metric(value=outcome.num_orphans),
+            "audited_steps": Metric(value=0 if audit is None else audit.num_steps),
+            "progress_s": Metric.from_samples(outcome.seconds[::stride]),
+            "progress_step": Metric.from_samples([float(s) for s in outcome.steps[::stride]]),
+        },
+        outcome="failed" if wrong else "ok",
+        reason="; ".join(wrong) or None,
+    )
+
+
+def _fault_record(case: dict[str, CaseValue], tried: Tried, environment: Environment) -> Record:
+    metrics = {
+        "at_s": tried.at_s,
+        "lasts_s": tried.fault.lasts_s,
+        "step": float(tried.step),
+        "num_starts": float(tried.num_starts),
+        **({} if tried.recovery_s is None else {"recovery_time_s": tried.recovery_s}),
+    }
+    return Record(
+        kind=FAULT,
+        case={
+            **case,
+            "fault": tried.fault.kind,
+            "number": tried.fault.number,
+            "target": tried.target,
+        },
+        environment=environment,
+        metrics={name: Metric(value=value) for name, value in metrics.items()},
+        outcome="ok" if tried.reason is None else "failed",
+        reason=tried.reason,
+    )

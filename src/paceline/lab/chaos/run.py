@@ -1,0 +1,203 @@
+"""A command under chaos: faults come when they are due and the run has recovered from the last.
+
+A fault is survived if the run makes another step in time after it, with the command started again
+where it has ended. Faults come one at a time, so that what follows can be put down to one.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from paceline.core.processes import termination_as_exit
+from paceline.lab.chaos.command import Command
+from paceline.lab.chaos.config import ChaosConfig
+from paceline.lab.chaos.disk import small_disk
+from paceline.lab.chaos.faults import Faults
+from paceline.lab.chaos.processes import end_all, new_mark
+from paceline.lab.chaos.progress import Progress
+from paceline.lab.chaos.schedule import Fault, schedule
+from paceline.lab.network import Host, hosts
+
+_POLL_S = 0.1
+# A step that was nearly done may still be written after a rank has died.
+_IN_FLIGHT_S = 0.5
+_ORPHANS_S = 5.0
+_BACK_OFF_S = 0.5
+_POSTPONE_S = 2.0
+_FAILURES_IN_A_ROW = 4
+"""Starts without a step between them after which the run is given up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A fault and what became of the run."""
+
+    fault: Fault
+    target: str
+    at_s: float
+    """When it began, in seconds since the beginning."""
+    step: int
+    """The newest step before it."""
+    recovery_s: float | None = None
+    """From the end of the fault to the next step; None where none came."""
+    num_starts: int = 0
+    """How often the command was started again for it."""
+    reason: str | None = None
+    """Why the run is lost, if it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChaosOutcome:
+    """A whole run under chaos."""
+
+    tried: list[Tried]
+    finished: bool
+    """Whether the command ended with exit code 0."""
+    reason: str | None
+    """Why not."""
+    num_starts: int
+    num_orphans: int
+    """Processes that had outlived the command and were killed."""
+    duration_s: float
+    seconds: list[float]
+    steps: list[int]
+    """Newest step at each of the seconds."""
+
+
+def run_chaos(config: ChaosConfig) -> ChaosOutcome:
+    """Runs a command to its end and does to it what was asked for."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(termination_as_exit())
+        if config.disk_bytes:
+            stack.enter_context(small_disk(config.run, config.disk_bytes))
+        made = stack.enter_context(hosts(config.num_hosts)) if config.num_hosts else []
+        return _Chaos(config, made).play()
+
+
+class _Chaos:
+    def __init__(self, config: ChaosConfig, made: Sequence[Host]) -> None:
+        self._config = config
+        self._mark = new_mark()
+        self._command = Command(config.command, self._mark, made)
+        self._faults = Faults(config, self._mark, made)
+        self._began = time.monotonic()
+        self._progress = Progress(config.run, self._began)
+        self._started_s = 0.0
+        self._failures = 0
+        self._tried: list[Tried] = []
+
+    @property
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def play(self) -> ChaosOutcome:
+        reason: str | None = "interrupted"
+        try:
+            self._command.start()
+            reason = self._disturb_until_done()
+        finally:
+            if reason is not None:
+                self._command.terminate()
+            orphans = end_all(self._mark, _ORPHANS_S)
+        # What had to be ended because it did not finish is no orphan.
+        return ChaosOutcome(
+            tried=self._tried,
+            finished=reason is None,
+            reason=reason,
+            num_starts=self._command.starts,
+            num_orphans=0 if reason else len(orphans),
+            duration_s=self._now_s,
+            seconds=self._progress.seconds,
+            steps=self._progress.steps,
+        )
+
+    def _disturb_until_done(self) -> str | None:
+        """Returns why the run did not finish, None if it did."""
+        config = self._config
+        due = deque(schedule(config.kinds, seed=config.seed, for_s=config.for_s))
+        while True:
+            done, reason = self._supervise()
+            if done:
+                return reason
+            if self._now_s > config.for_s + config.finish_within_s:
+                return f"not finished after {self._now_s:.0f} s; allow more with --finish-within"
+            if self._now_s > config.for_s:
+                due.clear()
+            if due and self._now_s >= due[0].due_s and self._has_moved():
+                fault = due.popleft()
+                tried = self._try(fault)
+                if tried is None:
+                    due.appendleft(dataclasses.replace(fault, due_s=self._now_s + _POSTPONE_S))
+                    continue
+                self._tried.append(tried)
+                _say(tried)
+                if tried.reason is not None:
+                    return f"fault {fault.number} ({fault.kind}): {tried.reason}"
+            time.sleep(_POLL_S)
+
+    def _has_moved(self) -> bool:
+        """Whether the run has made a step since it was last started or disturbed."""
+        last = self._tried[-1] if self._tried else None
+        since_s = 0.0 if last is None else last.at_s + last.fault.lasts_s + _IN_FLIGHT_S
+        return self._progress.advanced_s > max(self._started_s, since_s)
+
+    def _supervise(self) -> tuple[bool, str | None]:
+        """Looks at progress and command; returns whether it is over, and why if it failed."""
+        self._progress.look()
+        code = self._command.exit_code()
+        if code is None:
+            return False, None
+        if code == 0:
+            return True, None
+        if not self._config.restart:
+            return True, f"the command ended with exit code {code}"
+        self._failures = 0 if self._progress.advanced_s > self._started_s else self._failures + 1
+        if self._failures >= _FAILURES_IN_A_ROW:
+            return True, f"{self._failures} starts without a step; the last exit code was {code}"
+        time.sleep(_BACK_OFF_S)
+        self._started_s = self._now_s
+        self._command.start()
+        return False, None
+
+    def _try(self, fault: Fault) -> Tried | None:
+        """Does a fault and waits for the next step; None if it found no target."""
+        starts = self._command.starts
+        began_s, step = self._now_s, self._progress.look()
+        with self._faults.inflict(fault) as target:
+            if target is None:
+                return None
+            if fault.kind != "stop":
+                # What fails meanwhile is started again when the fault is over.
+                self._wait(lambda: self._now_s >= began_s + fault.lasts_s)
+        tried = Tried(fault=fault, target=target, at_s=began_s, step=step)
+        over_s = self._now_s
+        deadline_s = over_s + self._config.recover_within_s
+        while self._now_s < deadline_s:
+            done, reason = self._supervise()
+            recovered = self._progress.advanced_s > over_s + _IN_FLIGHT_S or (done and not reason)
+            if recovered or done:
+                return dataclasses.replace(
+                    tried,
+                    recovery_s=None if reason else max(self._progress.advanced_s - over_s, 0.0),
+                    num_starts=self._command.starts - starts,
+                    reason=reason,
+                )
+            time.sleep(_POLL_S)
+        late = f"no step within {self._config.recover_within_s:.0f} s"
+        return dataclasses.replace(tried, num_starts=self._command.starts - starts, reason=late)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self._progress.look()
+            time.sleep(_POLL_S)
+
+
+def _say(tried: Tried) -> None:
+    became = "lost" if tried.recovery_s is None else f"next step after {tried.recovery_s:.1f} s"
+    sys.stderr.write(
+        f"paceline chaos: {tried.at_s:.0f} s, step {tried.step:,}: {tried.fault.kind}, "
+        f"{tried.target}: {became}\n"
+    )

@@ -1,0 +1,135 @@
+"""Chaos touches what it may, and nothing else."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.core import UsageError
+from paceline.lab.chaos import disk
+from paceline.lab.chaos.damage import damage_newest
+from paceline.lab.chaos.processes import MARK, end_all, marked_processes, new_mark, ranks_of, send
+from paceline.lab.chaos.progress import Progress
+
+TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"
+
+
+@pytest.fixture
+def mark() -> str:
+    return new_mark()
+
+
+def _started(mark: str) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-c", TREE], env={**os.environ, MARK: mark})
+    deadline = time.monotonic() + 20
+    while len(marked_processes(mark)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
+def test_a_tree_is_found_and_its_leaf_is_the_rank(mark: str) -> None:
+    process = _started(mark)
+    try:
+        assert process.pid in marked_processes(mark)
+        (rank,) = ranks_of(mark)
+        assert rank != process.pid
+        assert send(rank, signal.SIGKILL, mark)
+        process.wait(20)
+        assert marked_processes(mark) == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_outlives_its_parent_is_found_and_ended(mark: str) -> None:
+    process = _started(mark)
+    (rank,) = ranks_of(mark)
+    process.kill()
+    process.wait()
+    assert end_all(mark, 0.2) == [rank]
+    deadline = time.monotonic() + 10
+    while marked_processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert marked_processes(mark) == []
+
+
+def test_others_are_not_touched(mark: str) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not send(other.pid, signal.SIGKILL, mark)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _checkpoints(run: pathlib.Path, *steps: int) -> None:
+    for step in steps:
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        for name in ("manifest.json", "rank-0.bin"):
+            (folder / name).write_bytes(bytes(range(200)))
+
+
+def _content(run: pathlib.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("choice", [0.1, 0.2, 0.3, 0.4, 0.5])
+def test_one_file_of_the_newest_checkpoint_is_damaged(
+    tmp_path: pathlib.Path, choice: float
+) -> None:
+    _checkpoints(tmp_path, 5, 10, 15)
+    before = _content(tmp_path)
+    said = damage_newest(tmp_path, choice)
+    assert said is not None
+    (changed,) = [path for path, content in _content(tmp_path).items() if content != before[path]]
+    assert "step-00000015" in changed
+    assert said.partition(" cut")[0].partition(",")[0] in changed
+
+
+def test_the_only_checkpoint_is_left_alone(tmp_path: pathlib.Path) -> None:
+    _checkpoints(tmp_path, 5)
+    before = _content(tmp_path)
+    assert damage_newest(tmp_path, 0.5) is None
+    assert _content(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_is_filled_freed_and_kept(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    with disk.small_disk(run, 2 * 1024 * 1024):
+        (run / "before").write_bytes(b"x" * 1000)
+        assert disk.fill(run) > 1_000_000
+        with pytest.raises(OSError, match="No space"):
+            (run / "more").write_bytes(b"x" * 100_000)
+        disk.free(run)
+        (run / "more").write_bytes(b"x" * 100_000)
+    assert not run.is_mount()
+    assert sorted(path.name for path in run.iterdir()) == ["before", "more"]
+    assert (run / "more").stat().st_size == 100_000
+
+
+def test_a_disk_needs_an_empty_place(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "old").touch()
+    with pytest.raises(UsageError, match="not empty"), disk.small_disk(tmp_path, 1_000_000):
+        pass
+
+
+def test_progress_goes_back_when_a_run_does(tmp_path: pathlib.Path) -> None:
+    progress = Progress(tmp_path, time.monotonic())
+    assert progress.look() == 0
+    file = tmp_path / "metrics.jsonl"
+    rows = [f'{{"kind":"step","step":{step}}}\n' for step in (1, 2, 3)]
+    file.write_text("".join(rows) + '{"kind":"event","step":3}\n{"kind":"st')
+    assert progress.look() == 3
+    assert progress.advanced_s > 0
+    reached = progress.advanced_s
+    file.write_text(rows[0])
+    assert progress.look() == 1
+    assert progress.advanced_s == reached
+    assert progress.steps == [0, 3, 3, 1]
