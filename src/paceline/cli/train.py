@@ -162,8 +162,8 @@ class TrainCommand:
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.supervision.heartbeats import beat_final
         from paceline.training.elastic.launch import REPLICA
-        from paceline.training.loop import DivergedError
         from paceline.training.run import run
+        from paceline.training.watch.errors import AgreedError
 
         with distributed_session(
             ranks_per_host=1 if REPLICA in os.environ else self.ranks,
@@ -174,8 +174,9 @@ class TrainCommand:
             try:
                 final_loss = self._final_loss(config) if session.rank == 0 else None
                 outcome = run(config, session, self.calibration, final_loss, restarts)
-            except DivergedError as error:
-                beat_final()
+            except AgreedError as error:
+                if error.is_final:
+                    beat_final()
                 if session.rank == 0:
                     raise
                 # All ranks know the same: the first one says it, and ends the others.

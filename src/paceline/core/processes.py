@@ -19,6 +19,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks processes to stop: a scheduler, its warning, and Ctrl-C."""
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a process that was asked to stop, and has."""
+LOST_PEER = 75
+"""The exit code of a process that has found one of its group late or gone."""
 
 # How long the others may take to end by themselves once one of a group has failed.
 TERMINATION_GRACE_S = 5.0
@@ -155,11 +157,11 @@ def wait_for_group(
     try:
         with PassedOn() as requests:
             name, code = _next_failure(running, None, requests, grace_s)
-            if code == _EXCEPTION:
+            if code in (_EXCEPTION, LOST_PEER):
                 deadline = time.monotonic() + _BLAME_S
                 while running and time.monotonic() < deadline:
                     other, its_code = _next_failure(running, deadline, requests, grace_s)
-                    if its_code not in (0, STOPPED, _EXCEPTION):
+                    if its_code not in (0, STOPPED, _EXCEPTION, LOST_PEER):
                         return its_code, other
             return code, name
     finally:
@@ -184,7 +186,7 @@ def _next_failure(
                 del running[name]
             if return_code == STOPPED or (was_asked and return_code == -signal.SIGTERM):
                 is_asked, code = True, STOPPED
-            elif return_code == _EXCEPTION and code == STOPPED:
+            elif return_code in (_EXCEPTION, LOST_PEER) and code == STOPPED:
                 pass  # It has lost a peer that did not wait for it.
             elif return_code:
                 return None if was_asked else name, exit_code_of(return_code)

@@ -4,9 +4,16 @@ import pathlib
 from collections.abc import Iterator
 
 from paceline.data.loader.batches import BatchReader
-from paceline.data.sampling.audit import AuditFinding, AuditRow, check_audit
+from paceline.data.sampling.audit import AuditFinding, AuditRow, audit_row, check_audit
 from paceline.training.config import RunConfig
-from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.metrics.rows import (
+    FIRST_SAMPLE,
+    NUM_SAMPLES,
+    SKIPPED,
+    EventRow,
+    MetricsFile,
+    StepRow,
+)
 from paceline.training.run_files import CONFIG, METRICS
 from paceline.training.toml_config import read_config
 
@@ -21,7 +28,8 @@ def audit_run(directory: pathlib.Path) -> tuple[int, list[AuditFinding]]:
     rows = list(_rows(directory, config))
     reader = BatchReader(config.loader())
     try:
-        return len(rows), check_audit(rows, reader.digest)
+        left_out = list(_left_out(directory, reader))
+        return len(rows), check_audit([*rows, *left_out], reader.digest)
     finally:
         reader.close()
 
@@ -42,3 +50,11 @@ def _batch_size(row: StepRow, config: RunConfig) -> int:
         return config.training.batch_size
     # Replicas were missing in some steps: what a step adds to the run's tokens is its batch.
     return row.tokens // config.data.context_length - row.first_sample
+
+
+def _left_out(directory: pathlib.Path, reader: BatchReader) -> Iterator[AuditRow]:
+    """Yields what the run has left out and said so: nothing is missing there."""
+    for row in MetricsFile(directory / METRICS).read():
+        if isinstance(row, EventRow) and row.name == SKIPPED and row.details is not None:
+            first, number = int(row.details[FIRST_SAMPLE]), int(row.details[NUM_SAMPLES])
+            yield audit_row(row.step, first, number, reader.digest(first, number))

@@ -18,6 +18,7 @@ from paceline.core.strategies import (
     find_strategy,
 )
 from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.training.watch.config import WatchConfig
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -322,6 +323,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         if self.model.hugging_face is None:

@@ -1,18 +1,18 @@
 """The training loop, top to bottom.
 
     resume > for every step: batch > learning rate > forward, backward, average, update >
-    row of metrics > evaluation and checkpoint where they are due > agree on whether to go on
+    row of metrics > are ranks still equal > evaluation and checkpoint where they are due >
+    agree on whether to go on
 
-Everything that ranks must agree on (loss, finite or not, stop or not) comes out of the step itself,
-so that no rank ever leaves the loop alone.
+Everything that ranks must agree on (loss, taken or not, stop or not) comes out of the step itself,
+so that no rank ever leaves the loop alone. What is watched meanwhile is in `watch/`.
 """
 
 import dataclasses
 import time
 from typing import Literal
 
-from paceline.core.errors import PacelineError
-from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
+from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session
 from paceline.parallel.ranks.supervision.heartbeats import Phase, beat, beat_step
 from paceline.training.build import Trainee
@@ -30,14 +30,11 @@ from paceline.training.metrics.rows import (
 )
 from paceline.training.run_state import RunStates
 from paceline.training.signals import StopRequest
-from paceline.training.steps.nonfinite import explain_nonfinite
 from paceline.training.steps.optimizers import set_learning_rate
 from paceline.training.steps.schedule import learning_rate_factor
-from paceline.training.steps.step import StepResult, TrainingStep
-
-
-class DivergedError(PacelineError):
-    """Loss or gradients that are not finite; no rank has updated its parameters with them."""
+from paceline.training.steps.step import TrainingStep
+from paceline.training.watch.recovery import Recovery
+from paceline.training.watch.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,25 +69,32 @@ def train(
         stop: Whether the run was asked to stop.
     """
     num_steps = config.training.steps
+    watch = Watch(config, session, trainee)
     runner = TrainingStep(
-        config.training, trainee.model, list(trainee.optimizers.values()), session.device
+        config.training, trainee.model, list(trainee.optimizers.values()), session.device, watch
     )
     held_out = HeldOut.of(config, session.device)
     sampler = Sampler.of(config, trainee, session.device)
     probe = StepProbe(
         trainee.model, session.device, config.logging.every_steps, enabled=session.rank == 0
     )
-    with TorchLoader(
-        config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
-    ) as loader:
+    with (
+        TorchLoader(
+            config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
+        ) as loader,
+        watch.dog,
+    ):
+        recovery = Recovery(config, states, trainee, loader, observer, watch)
         step = states.restore(trainee, loader)
         observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
         _tell(observer, step, states)
+        watch.hold()
         result = None
         first_step = step
         ended = time.perf_counter()
         while step < num_steps:
             began = time.perf_counter()
+            watch.begin_step()
             beat(Phase.DATA)
             batch = next(loader)
             received = time.perf_counter()
@@ -103,10 +107,11 @@ def train(
                 stop=stop.received is not None,
                 digest=batch.digest or 0,
             )
-            if not result.is_finite:
-                kept = states.keep_diverged(step, trainee, loader)
-                raise _diverged(step + 1, result, kept, _explain(runner, trainee, batch))
+            if watch.refusal is not None:
+                step = recovery.after_refusal(step, result, batch, runner)
+                continue
             step += 1
+            watch.hold()
             before, ended = ended, time.perf_counter()
             seen = probe.look(step)
             observer.note(
@@ -125,7 +130,14 @@ def train(
                 )
             )
             beat_step(step, step - first_step)
+            for name, message in watch.findings(step, result):
+                observer.note(EventRow(step=step, name=name, message=message))
             is_last = step == num_steps or result.stop
+            saves = is_last or step % config.checkpoint.every_steps == 0
+            keeps = saves or config.checkpoint.is_due_in_memory(step)
+            if (damage := watch.find_damage(step, at_once=keeps)) is not None:
+                step = recovery.after_damage(step, damage)
+                continue
             if held_out is not None and (
                 step == num_steps or step % config.evaluation.every_steps == 0
             ):
@@ -142,7 +154,7 @@ def train(
                         time_s=time.perf_counter() - began,
                     )
                 )
-            if is_last or step % config.checkpoint.every_steps == 0:
+            if saves:
                 began = time.perf_counter()
                 beat(Phase.SAVE)
                 states.save(step, trainee, loader)
@@ -150,7 +162,7 @@ def train(
                 observer.note(
                     EventRow(step=step, name=SAVED, message=f"step {step}", time_s=stall_s)
                 )
-            elif config.checkpoint.is_due_in_memory(step):
+            elif keeps:
                 states.keep_in_memory(step, trainee, loader)
                 _tell(observer, step, states)
             if is_last:
@@ -165,24 +177,6 @@ def train(
 def _tell(observer: Observer, step: int, states: RunStates) -> None:
     for notice in states.take_notices():
         observer.note(EventRow(step=step, name=CHECKPOINT, message=notice))
-
-
-def _explain(runner: TrainingStep, trainee: Trainee, batch: TorchBatch) -> str:
-    last = batch.first_sample + len(batch.tokens) - 1
-    return explain_nonfinite(
-        trainee.module,
-        lambda: runner.forward_and_backward(batch.tokens, batch.targets),
-        f"samples {batch.first_sample:,} to {last:,}",
-    )
-
-
-def _diverged(step: int, result: StepResult, kept: str, explanation: str) -> DivergedError:
-    return DivergedError(
-        f"step {step}: the loss is {result.loss}, the norm of the gradients "
-        f"{result.gradient_norm}: {explanation}; no rank has stepped, and {kept} has the state "
-        "before the step. Go on from a checkpoint with a lower optimizer.learning_rate or "
-        "training.clip_norm"
-    )
 
 
 def _start(step: int, session: Session) -> str:

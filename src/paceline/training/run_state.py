@@ -96,13 +96,22 @@ class RunStates:
 
     def restore(self, trainee: Trainee, loader: Position) -> int:
         """Restores the newest state that is intact; returns its step, 0 if there is none."""
-        restored = self._restore_from_memory(trainee) or load_newest_valid(
-            self._place, lambda source: self._load(source, trainee), self._checkpointer.group
-        )
-        if restored is None:
-            return 0
-        if restored.identity["data"] is None:
-            return 0  # Weights from elsewhere, nothing else.
+        restored = self._restore_from_memory(trainee) or self._restore_from_disk(trainee)
+        return self._take_over(restored, loader) or 0
+
+    def roll_back(self, trainee: Trainee, loader: Position) -> int | None:
+        """Restores the newest checkpoint in the middle of a run; returns its step, None without.
+
+        What is in the hosts' memory is of the course of the run that is given up.
+        """
+        self._checkpointer.wait()
+        if self._memory is not None:
+            self._memory.forget()
+        return self._take_over(self._restore_from_disk(trainee), loader)
+
+    def _take_over(self, restored: Restored | None, loader: Position) -> int | None:
+        if restored is None or restored.identity["data"] is None:
+            return None  # Nothing, or weights from elsewhere and nothing else.
         loader.load_state_dict(restored.identity["data"])
         if len(restored.ranks) == self._session.world_size:
             # With another number of ranks there is no state of chance to go on from.
@@ -115,6 +124,11 @@ class RunStates:
         self._checkpointer.close()
         if self._memory is not None:
             self._memory.finish()
+
+    def _restore_from_disk(self, trainee: Trainee) -> Restored | None:
+        return load_newest_valid(
+            self._place, lambda source: self._load(source, trainee), self._checkpointer.group
+        )
 
     def _restore_from_memory(self, trainee: Trainee) -> Restored | None:
         if self._memory is None:

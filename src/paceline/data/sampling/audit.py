@@ -22,6 +22,8 @@ from paceline.records.row_file import RowFile
 
 _PLACE_WORDS = 4
 """Words of 32 bits for position and source."""
+DIGEST_PARTS = 4
+"""Numbers of 16 bits that a digest is sent as."""
 
 
 def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray[np.int64]) -> int:
@@ -46,7 +48,7 @@ def split_digest(digest: int) -> list[float]:
 
     So that digests travel with the loss of a step, in the same message.
     """
-    return [float(digest >> shift & 0xFFFF) for shift in range(0, 64, 16)]
+    return [float(digest >> shift & 0xFFFF) for shift in range(0, 16 * DIGEST_PARTS, 16)]
 
 
 def join_digest(sums: Sequence[float]) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paceline.core.errors import PacelineError
 from paceline.core.units import format_decimal
 from paceline.parallel.ranks import device_clock
+from paceline.parallel.ranks.waiting import counted_wait
 
 
 class CollectiveError(PacelineError):
@@ -120,7 +121,8 @@ class Pending:
     def wait(self) -> None:
         """Waits for the end, on a GPU in the current stream; an error names the operation."""
         if not self._is_over:
-            self._wait_once()
+            with counted_wait():
+                self._wait_once()
         if self._failure is not None:
             raise self._failure
 

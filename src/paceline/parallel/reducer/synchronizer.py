@@ -42,6 +42,7 @@ from paceline.parallel.buckets import GradientError
 from paceline.parallel.ranks.device_clock import now
 from paceline.parallel.ranks.pending import collective_error
 from paceline.parallel.ranks.rank_weight import RankWeight
+from paceline.parallel.ranks.waiting import counted_wait
 from paceline.parallel.reducer import end_of_backward
 from paceline.parallel.reducer.backward_pass import (
     OUTSIDE_BACKWARD,
@@ -321,7 +322,7 @@ class GradientSynchronizer:
         run.num_received += 1
         message, work = run.in_flight.popleft()
         try:
-            with named_range(WAIT):
+            with named_range(WAIT), counted_wait():
                 work.wait()
         except RuntimeError as error:
             raise _bucket_error(number, message, error) from error

@@ -27,7 +27,7 @@ from paceline.training.elastic.launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA
 from paceline.training.elastic.reporter import Reporter
 from paceline.training.elastic.step import ReplicaStep
 from paceline.training.evaluation import HeldOut
-from paceline.training.loop import DivergedError, RunOutcome
+from paceline.training.loop import RunOutcome
 from paceline.training.metrics.observers import Observer
 from paceline.training.metrics.rows import REPLICAS, SAVED, EvaluationRow, EventRow, StepRow
 from paceline.training.run_files import METRICS
@@ -35,6 +35,7 @@ from paceline.training.run_state import RunStates
 from paceline.training.signals import StopRequest
 from paceline.training.steps.optimizers import set_learning_rate
 from paceline.training.steps.schedule import learning_rate_factor
+from paceline.training.watch.errors import DivergedError
 
 
 def train_replica(

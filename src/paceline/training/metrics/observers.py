@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from paceline.core.units import format_decimal, format_duration, format_seconds
 from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.rows import (
+    INCIDENTS,
     STARTED,
     EvaluationRow,
     EventRow,
@@ -42,8 +45,19 @@ class FileObserver:
     def note(self, row: MetricsRow) -> None:
         """Writes a row; a start forgets what came after the state that it goes on from."""
         if isinstance(row, EventRow) and row.name == STARTED:
-            self._metrics.keep_up_to(row.step)
+            self._go_back(row.step)
         self._metrics.append(row)
+
+    def _go_back(self, step: int) -> None:
+        """Forgets later rows, but not what has gone wrong there: its message knows the step."""
+        later = [
+            msgspec.structs.replace(row, step=step)
+            for row in (self._metrics.read() if self._metrics.path.exists() else ())
+            if isinstance(row, EventRow) and row.name in INCIDENTS and row.step > step
+        ]
+        self._metrics.keep_up_to(step)
+        for incident in later:
+            self._metrics.append(incident)
 
     def close(self) -> None:
         """Has nothing left to write."""

@@ -60,7 +60,7 @@ class EventRow(
 
 
 STARTED = "started"
-"""The event with which every attempt of a run begins."""
+"""The event with which every attempt of a run begins, and every return to a checkpoint."""
 RESTARTED = "restarted"
 """The event of ranks that were started again after a failure."""
 SAVED = "saved"
@@ -71,6 +71,20 @@ REPLICAS = "replicas"
 """The event of replicas that come or go."""
 FINISHED = "finished"
 """The event after the last step."""
+CORRUPTED = "corrupted"
+"""The event of weights or optimizer state that have changed by themselves."""
+SKIPPED = "skipped"
+"""The event of samples that the run leaves out, because of the loss that they led to."""
+FIRST_SAMPLE, NUM_SAMPLES = "first_sample", "num_samples"
+"""What such an event has in its details: where the samples begin, and how many there are."""
+SPIKE = "spike"
+"""The event of a loss far above the last ones, with which the step was taken all the same."""
+STRAGGLER = "straggler"
+"""The event of a rank that holds up the others."""
+LOST = "lost"
+"""The event of a rank that the others have waited for in vain."""
+INCIDENTS = (CORRUPTED, LOST)
+"""Events that a run remembers when it goes back to a step before them."""
 
 MetricsRow = StepRow | EvaluationRow | EventRow
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 
 from paceline.records import Metric
 from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import SAVED, STARTED, EvaluationRow, MetricsRow, StepRow
+from paceline.training.metrics.rows import (
+    NUM_SAMPLES,
+    SAVED,
+    SKIPPED,
+    STARTED,
+    EvaluationRow,
+    EventRow,
+    MetricsRow,
+    StepRow,
+)
 
 _LAST_STEPS = 20
 """Whose mean is the loss at the end."""
@@ -82,6 +91,11 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
     if exposed:
         samples = evenly(exposed, _MOST_SAMPLES)
         metrics["exposed_communication_s"] = Metric.from_samples(samples)
+    if skipped := [row for row in rows if isinstance(row, EventRow) and row.name == SKIPPED]:
+        metrics["num_skipped"] = Metric(value=len(skipped))
+        metrics["skipped_samples"] = Metric(
+            value=sum(int((row.details or {})[NUM_SAMPLES]) for row in skipped)
+        )
     memory = [row.memory_bytes for row in steps if row.memory_bytes is not None]
     if memory:
         metrics["memory_bytes"] = Metric(value=max(memory))

@@ -5,15 +5,16 @@ Phases on every rank:
 1. Its sequences of the global batch go through the model in micro-batches. Each loss is scaled so
    that the ranks' average is the mean over all tokens of the batch, whoever has how many sequences.
 2. The last micro-batch has the gradients averaged; those before it only add to them.
-3. The norm of all gradients, which is the same number on all ranks, says whether they are finite:
-   either all ranks step or none does.
-4. The optimizers step.
+3. One message adds up what ranks have to agree on: the loss, whether to stop, and what the run's
+   guard has noted. From the same numbers all ranks decide alike whether to take the step.
+4. The optimizers step, on all ranks or on none.
 """
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.data.sampling.audit import join_digest, split_digest
+from paceline.data.sampling.audit import DIGEST_PARTS, join_digest, split_digest
 from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
@@ -41,11 +42,35 @@ class StepResult:
     """Whether any rank was asked to stop."""
     digest: int
     """Of the sequences of all ranks."""
+    notes: tuple[float, ...] = ()
+    """What the ranks' guards have noted, added up."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether the parameters were updated."""
+        """Whether there is a number to update by."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+class Guard(Protocol):
+    """Decides whether a step is taken, on all ranks alike."""
+
+    def notes(self) -> Sequence[float]:
+        """Returns what this rank adds to the message, equally many numbers on all ranks."""
+
+    def accepts(self, result: StepResult) -> bool:
+        """Whether to update parameters, as all ranks decide from the same result."""
+
+
+class FiniteGuard:
+    """Takes every step that can be taken."""
+
+    def notes(self) -> Sequence[float]:
+        """Adds nothing."""
+        return ()
+
+    def accepts(self, result: StepResult) -> bool:
+        """Whether the numbers are finite."""
+        return result.is_finite
 
 
 class TrainingStep:
@@ -56,6 +81,7 @@ class TrainingStep:
         model: Wrapped by a strategy.
         optimizers: Of its parameters.
         device: Where it computes.
+        guard: Decides which steps are taken; by default all that are finite.
     """
 
     def __init__(
@@ -64,11 +90,13 @@ class TrainingStep:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         device: torch.device,
+        guard: Guard | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._optimizers = optimizers
         self._device = device
+        self._guard = FiniteGuard() if guard is None else guard
         # torch's DDP learns its static graph in its first pass, which has to be averaged.
         self._has_learned = not isinstance(model, DistributedDataParallel)
 
@@ -84,19 +112,24 @@ class TrainingStep:
             digest: Of this rank's sequences.
         """
         loss = self.forward_and_backward(tokens, targets)
+        noted = [float(stop), *split_digest(digest), *self._guard.notes()]
         beat(Phase.ALL_REDUCE)
         # torch takes an infinite norm for "measure, do not clip".
         norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
-        host = torch.tensor([float(stop), *split_digest(digest)], dtype=torch.float64)
+        host = torch.tensor(noted, dtype=torch.float64)
         sums = torch.cat([loss.double().view(1), host.to(loss.device)])
         dist.all_reduce(sums)
         # The only look at the device in a step.
-        total, num_stops, *parts, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
+        total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         result = StepResult(
-            loss=total, gradient_norm=gradient_norm, stop=num_stops > 0, digest=join_digest(parts)
+            loss=total,
+            gradient_norm=gradient_norm,
+            stop=num_stops > 0,
+            digest=join_digest(rest[:DIGEST_PARTS]),
+            notes=tuple(rest[DIGEST_PARTS:]),
         )
         beat(Phase.UPDATE)
-        if result.is_finite:
+        if self._guard.accepts(result):
             for optimizer in self._optimizers:
                 optimizer.step()
         for optimizer in self._optimizers:

@@ -102,15 +102,7 @@ class Heartbeats:
         return len(self._memory) // _SLOT_BYTES
 
     def __getitem__(self, rank: int) -> Heartbeat:
-        slot = self._slot(rank)
-        return Heartbeat(
-            phase=Phase(slot.numbers[_PHASE]),
-            writing=Writing(slot.numbers[_WRITING]),
-            is_final=bool(slot.numbers[_FINAL]),
-            step=slot.numbers[_STEP],
-            num_steps=slot.numbers[_NUM_STEPS],
-            time_s=slot.times[_TIME],
-        )
+        return self._slot(rank).read()
 
     def reset(self) -> None:
         """Forgets what was written: new ranks are about to start."""
@@ -136,9 +128,24 @@ class _Slot:
         self.numbers = memory.cast("q")
         self.times = memory.cast("d")
 
+    def read(self) -> Heartbeat:
+        return Heartbeat(
+            phase=Phase(self.numbers[_PHASE]),
+            writing=Writing(self.numbers[_WRITING]),
+            is_final=bool(self.numbers[_FINAL]),
+            step=self.numbers[_STEP],
+            num_steps=self.numbers[_NUM_STEPS],
+            time_s=self.times[_TIME],
+        )
+
 
 _own = _Slot(memoryview(bytearray(_SLOT_BYTES)))
 """Where this process writes."""
+
+
+def own_heartbeat() -> Heartbeat:
+    """Returns the last sign of life of this process, for a thread that looks at another."""
+    return _own.read()
 
 
 def beat(phase: Phase) -> None:

@@ -86,6 +86,13 @@ class MemoryTier:
             )
         return found.restored
 
+    def forget(self) -> None:
+        """Gives up what is held, for a run that goes back to a state before it."""
+        if self._checkpointer is not None:
+            with contextlib.suppress(CheckpointError):
+                self._checkpointer.wait()
+            self._checkpointer.forget_others(None)
+
     def finish(self) -> None:
         """Gives the memory back."""
         if self._checkpointer is not None:

@@ -1,0 +1,177 @@
+"""Flips bits in runs of a small model, and counts how many are found and whose rank is named.
+
+    python scripts/corruption_study.py results/corruption.jsonl
+
+A run has as many bits flipped as there are trials: a random bit of a random tensor on a random
+rank, at a random step of each interval between checkpoints. The run goes back to its newest
+checkpoint after each, and in the end its losses must be those of a run without any, to the bit. A
+run without flips counts false alarms.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import random
+import re
+import sys
+import tempfile
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import torch
+
+from paceline.benchmarks.harness.records import measured
+from paceline.parallel import RankPool
+from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.records import RecordStore
+from paceline.training.config import RunConfig, StepConfig
+from tests.distributed.faulty_runs import BitFlip, events_of, train_faulty
+from tests.distributed.small_runs import changed, losses_of, small_run
+
+EVERY = 5
+"""Steps between comparisons of ranks."""
+INTERVAL = 10
+"""Steps between checkpoints, of which the first half has the flip."""
+TRIALS = (
+    # Strategy, what flips, whether ranks also compare with themselves, ranks.
+    ("bucketed", "weights", False, 4),
+    ("bucketed", "weights", True, 2),
+    ("bucketed", "state", True, 2),
+    ("sharded", "weights", True, 2),
+    ("sharded", "state", True, 4),
+    ("fully_sharded", "weights", True, 4),
+    ("fully_sharded", "state", True, 2),
+)
+
+
+def make_flips(number: int, where: Any, num_ranks: int, seed: int) -> tuple[BitFlip, ...]:
+    """Returns one flip in the first half of each interval, after the first checkpoint."""
+    chance = random.Random(seed)
+    return tuple(
+        BitFlip(
+            rank=chance.randrange(num_ranks),
+            step=INTERVAL * (trial + 1) + chance.randint(1, EVERY),
+            where=where,
+            tensor=chance.randrange(10**6),
+            bit=chance.randrange(10**9),
+        )
+        for trial in range(number)
+    )
+
+
+def run(pool: RankPool, config: RunConfig, flips: tuple[BitFlip, ...]) -> None:
+    """Trains to the end, with everything that comes between."""
+    for outcome in pool.run(train_faulty, config, flips):
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome)
+
+
+def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> dict[str, float]:
+    """Returns how many flips were found, named, and how late at most."""
+    found = {}
+    for event in events_of(config, "corrupted"):
+        match = re.match(r"found at step (\d+): (.*)", event.message)
+        assert match is not None, event.message
+        found[event.step] = int(match[1]), match[2]
+    num_named, latest = 0, 0
+    for flip in flips:
+        began = (flip.step - 1) // INTERVAL * INTERVAL
+        if began not in found:
+            print(f"not found: {flip}")
+            continue
+        step, message = found[began]
+        num_named += bool(re.match(rf"rank {flip.rank}\b", message))
+        latest = max(latest, step - flip.step)
+    return {
+        "num_tried": len(flips),
+        "num_found": len(found),
+        "num_named": num_named,
+        "largest_delay_steps": latest,
+    }
+
+
+def main() -> int:
+    """Flips, counts and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--flips", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=10_000, help="of the runs without flips")
+    arguments = parser.parse_args()
+    place = describe_hardware(torch.device("cpu")).as_case()
+    failures = 0
+    with tempfile.TemporaryDirectory() as directory:
+        base = changed(small_run(pathlib.Path(directory)), "base", checkpoint={"keep_last": 2})
+        for number, (strategy, where, at_rest, num_ranks) in enumerate(TRIALS):
+            num_steps = INTERVAL * (arguments.flips + 2)
+            config = changed(
+                base,
+                f"flips-{number}",
+                training={"steps": num_steps},
+                parallel={"strategy": strategy, "timeout_s": 60.0},
+                checkpoint={"every_steps": INTERVAL, "asynchronous": False},
+                watch={
+                    "hash_every_steps": EVERY,
+                    "hash_at_rest": at_rest,
+                    "on_corruption": "rollback",
+                },
+            )
+            flips = make_flips(arguments.flips, where, num_ranks, seed=number)
+            clean = dataclasses.replace(config, out=f"{config.out}-clean")
+            began = time.perf_counter()
+            with RankPool(num_ranks, timeout_s=60, run_timeout_s=3600) as pool:
+                run(pool, config, flips)
+                run(pool, clean, ())
+            metrics = count(config, flips)
+            metrics["num_equal_losses"] = sum(
+                own == other for own, other in zip(losses_of(config), losses_of(clean), strict=True)
+            )
+            metrics["time_s"] = time.perf_counter() - began
+            failures += metrics["num_named"] < len(flips) or metrics["num_equal_losses"] < num_steps
+            case = {
+                "subject": f"flipped bits of {where}",
+                "strategy": strategy,
+                "world_size": num_ranks,
+                "hash_every_steps": EVERY,
+                "hash_at_rest": at_rest,
+                "steps": num_steps,
+                "seed": number,
+                **place,
+            }
+            RecordStore(arguments.store).append(measured("watch", case, metrics))
+            print(case["subject"], strategy, num_ranks, "at rest" if at_rest else "", metrics)
+        for strategy in ("bucketed", "fully_sharded"):
+            config = changed(
+                base,
+                f"quiet-{strategy}",
+                parallel={"strategy": strategy},
+                checkpoint={"every_steps": 10**6},
+                watch={"hash_every_steps": 1, "hash_at_rest": True},
+            )
+            config = dataclasses.replace(
+                config, training=StepConfig(steps=arguments.steps, batch_size=2, micro_batch_size=1)
+            )
+            began = time.perf_counter()
+            with RankPool(2, timeout_s=60, run_timeout_s=3600) as pool:
+                (outcome, _) = pool.run(train_faulty, config, ())
+            num_alarms = int(isinstance(outcome, str)) + len(events_of(config, "corrupted"))
+            failures += num_alarms
+            case = {
+                "subject": "no fault",
+                "strategy": strategy,
+                "world_size": 2,
+                "hash_every_steps": 1,
+                "hash_at_rest": True,
+                "steps": arguments.steps,
+                "seed": 0,
+                **place,
+            }
+            metrics = {"num_false_alarms": num_alarms, "time_s": time.perf_counter() - began}
+            RecordStore(arguments.store).append(measured("watch", case, metrics))
+            print("no fault", strategy, metrics)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

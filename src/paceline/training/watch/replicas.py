@@ -1,0 +1,66 @@
+"""Whether all ranks still hold the same weights and optimizer state, to the bit.
+
+Usually that costs one read of them, and one message of two numbers however many ranks there are.
+Only ranks that differ exchange more, to find out who and where.
+"""
+
+import collections
+
+import torch
+import torch.distributed as dist
+
+from paceline.parallel.ranks.collectives import all_gather_single
+from paceline.training.build import Trainee
+from paceline.training.watch.digest import combined, digests
+from paceline.training.watch.held import held_tensors
+
+_MOST_RANKS = 4
+"""Ranks that a message names one by one."""
+
+
+def compare_replicas(trainee: Trainee, device: torch.device) -> str | None:
+    """Returns which rank holds something else than the others, and where; None if all agree.
+
+    All ranks call it, and get the same answer.
+
+    Args:
+        trainee: What they train.
+        device: Where this rank computes.
+    """
+    held = [each for each in held_tensors(trainee) if each.is_replicated]
+    hashes = digests([each.values for each in held], device)
+    total = combined(hashes)
+    # All are equal if the largest is the smallest; ~x is -x - 1, which no smallest int64 breaks.
+    extremes = torch.stack([total, ~total])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, inverse_of_smallest = extremes.tolist()
+    if largest == ~inverse_of_smallest:
+        return None
+    totals = _from_each_rank(total)
+    most_held, number = collections.Counter(totals).most_common(1)[0]
+    reference = totals.index(most_held)
+    theirs = hashes.clone()
+    dist.broadcast(theirs, reference)
+    differing = (hashes != theirs).nonzero().flatten()
+    first = differing[0] if len(differing) else torch.tensor(-1, device=device)
+    places = _from_each_rank(first)
+    names = [each.name for each in held]
+    others = [rank for rank, own in enumerate(totals) if own != most_held]
+    if 2 * number > len(totals):
+        return "; ".join(
+            f"rank {rank} holds other bits than {number} of {len(totals)} ranks, first in "
+            f"{names[places[rank]]}"
+            for rank in others[:_MOST_RANKS]
+        )
+    return (
+        f"ranks {reference} and {others[0]} hold different bits, first in "
+        f"{names[places[others[0]]]}, and no majority says which of them is right; "
+        "watch.hash_at_rest would"
+    )
+
+
+def _from_each_rank(number: torch.Tensor) -> list[int]:
+    gathered = number.new_empty(dist.get_world_size())
+    all_gather_single(gathered, number.view(1))
+    values: list[int] = gathered.tolist()
+    return values

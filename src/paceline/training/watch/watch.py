@@ -1,0 +1,119 @@
+"""Watches the steps of a run on this rank, and decides with the other ranks which are taken."""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from paceline.parallel import Session
+from paceline.parallel.ranks.waiting import waited_s
+from paceline.training.build import Trainee
+from paceline.training.config import RunConfig
+from paceline.training.metrics.rows import SPIKE, STRAGGLER
+from paceline.training.steps.step import StepResult
+from paceline.training.watch.at_rest import AtRest
+from paceline.training.watch.losses import RecentLosses
+from paceline.training.watch.replicas import compare_replicas
+from paceline.training.watch.stragglers import Stragglers
+from paceline.training.watch.watchdog import Watchdog
+
+Refusal = Literal["corrupted", "nonfinite", "spike"]
+
+
+class Watch:
+    """The guard of a run's steps; all ranks make one and call it alike.
+
+    Args:
+        config: The run.
+        session: This rank among the others.
+        trainee: What is trained.
+    """
+
+    def __init__(self, config: RunConfig, session: Session, trainee: Trainee) -> None:
+        self._config = config.watch
+        self._session = session
+        self._trainee = trainee
+        self._at_rest = AtRest(trainee, session.device) if config.watch.hash_at_rest else None
+        self._losses = RecentLosses(config.watch.spike_threshold)
+        self._stragglers: Stragglers | None = None
+        if config.watch.stragglers and session.world_size > 1:
+            self._stragglers = Stragglers(session.device)
+        self.dog = Watchdog(config, session)
+        """To be opened around the steps."""
+        self._began_s, self._waited_s = time.perf_counter(), waited_s()
+        self.refusal: Refusal | None = None
+        """Why no rank has taken the last step."""
+        self.spike_limit: float | None = None
+        """The loss above which the last step's is a spike, if it is one."""
+        self.num_taken = 0
+        """Steps that were taken."""
+
+    def begin_step(self) -> None:
+        """Notes that this rank's own time of a step begins."""
+        self._began_s, self._waited_s = time.perf_counter(), waited_s()
+
+    def hold(self) -> None:
+        """Notes what this rank holds, after an update or after its state was loaded."""
+        if self._at_rest is not None:
+            self._at_rest.keep()
+
+    def notes(self) -> Sequence[float]:
+        """Returns what this rank has to say before an update."""
+        damaged = float(self._at_rest is not None and self._at_rest.is_damaged())
+        if self._stragglers is None:
+            return (damaged,)
+        own_s = time.perf_counter() - self._began_s - (waited_s() - self._waited_s)
+        return (damaged, *self._stragglers.notes(own_s, self.dog.take_stopped_s()))
+
+    def accepts(self, result: StepResult) -> bool:
+        """Whether the update is made."""
+        num_damaged, *straggling = result.notes
+        if self._stragglers is not None:
+            self._stragglers.consider(straggling)
+        limit = self._losses.limit
+        self.spike_limit = limit if result.loss > limit else None
+        self.refusal = None
+        if num_damaged:
+            self.refusal = "corrupted"
+        elif not result.is_finite:
+            self.refusal = "nonfinite"
+        elif self.spike_limit is not None and self._config.on_spike != "report":
+            self.refusal = "spike"
+        else:
+            self._losses.add(result.loss)
+            self.num_taken += 1
+        return self.refusal is None
+
+    def findings(self, step: int, result: StepResult) -> list[tuple[str, str]]:
+        """Returns what is to be said of a step that was taken, as events; all ranks call it.
+
+        Args:
+            step: Steps that are done.
+            result: Of the last one.
+        """
+        found = [] if self._stragglers is None else self._stragglers.find(step)
+        events = [(STRAGGLER, message) for message in found]
+        if self.spike_limit is not None:
+            events.append((SPIKE, f"loss {result.loss:.4g}, above {self.spike_limit:.4g}"))
+        return events
+
+    def find_damage(self, step: int, *, at_once: bool) -> str | None:
+        """Returns which rank differs from the others, where a step is one to look at.
+
+        Args:
+            step: The step that all ranks have taken.
+            at_once: Whether to look in any case: before a checkpoint, which must not hold anything
+                damaged, and after a step that nobody could take.
+        """
+        every = self._config.hash_every_steps
+        if not every or self._session.world_size == 1 or not (at_once or step % every == 0):
+            return None
+        found = compare_replicas(self._trainee, self._session.device)
+        if found is None or self._at_rest is None:
+            return found
+        self._at_rest.is_damaged()  # Whoever has changed by itself is the one to blame.
+        return self._at_rest.explain() or found
+
+    def explain_corruption(self) -> str:
+        """Returns which ranks have changed by themselves; all ranks call it after a refusal."""
+        assert self._at_rest is not None
+        return self._at_rest.explain()

@@ -1,0 +1,159 @@
+"""Runs in which something goes wrong on one rank, at a step of the test's choice."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
+from paceline.parallel import Session
+from paceline.parallel.ranks.placement import local_placement
+from paceline.training.build import Trainee, build
+from paceline.training.config import RunConfig
+from paceline.training.loop import RunOutcome, train
+from paceline.training.metrics.observers import FileObserver
+from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.run_state import RunStates
+from paceline.training.signals import StopRequest
+from paceline.training.watch.errors import AgreedError
+from paceline.training.watch.held import held_tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitFlip:
+    """A bit that flips on one rank after a step."""
+
+    rank: int
+    step: int
+    where: Literal["weights", "state"] = "weights"
+    tensor: int = 0
+    """Among those of the rank, counted round and round."""
+    bit: int = 0
+    """Among those of the tensor, counted round and round."""
+
+
+def flip_bit(trainee: Trainee, flip: BitFlip) -> str:
+    """Flips the bit on this rank, and returns the tensor's name."""
+    held = [
+        each
+        for each in held_tensors(trainee)
+        if (" of " in each.name) == (flip.where == "state") and each.values.numel()
+    ]
+    chosen = held[flip.tensor % len(held)]
+    content = chosen.values.detach().view(-1).view(torch.uint8)
+    bit = flip.bit % (8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    return chosen.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Poison:
+    """What goes wrong in the passes of one rank, counted from 1; a step is one pass."""
+
+    rank: int
+    passes: tuple[int, ...]
+    kind: Literal["nan", "spike", "slow"] = "nan"
+    """A gradient that is not finite, a loss far too high, or a pass that takes longer."""
+    seconds: float = 0.0
+
+
+class PoisonHook:
+    """Does it, as a hook of the model's forward."""
+
+    def __init__(self, poisons: Sequence[Poison]) -> None:
+        self._poisons = poisons
+        self._num_passes = 0
+
+    def __call__(self, _model: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        self._num_passes += 1
+        for poison in self._poisons:
+            if self._num_passes not in poison.passes:
+                continue
+            if poison.kind == "nan":
+                output.register_hook(lambda gradient: gradient * torch.nan)
+            elif poison.kind == "spike":
+                output = output * 1000
+            else:
+                time.sleep(poison.seconds)
+        return output
+
+
+class AfterSteps:
+    """Writes the first rank's rows, and does something on this rank after a step, once."""
+
+    def __init__(
+        self, metrics: FileObserver | None, actions: dict[int, Callable[[], object]]
+    ) -> None:
+        self._metrics = metrics
+        self._actions = actions
+
+    def note(self, row: MetricsRow) -> None:
+        if self._metrics is not None:
+            self._metrics.note(row)
+        if isinstance(row, StepRow) and row.step in self._actions:
+            self._actions.pop(row.step)()
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+def train_faulty(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    flips: tuple[BitFlip, ...] = (),
+    poisons: tuple[Poison, ...] = (),
+    left_out: tuple[int, ...] = (),
+) -> RunOutcome | str:
+    """Trains on this rank while bits flip, and passes fail; batches may be left out of the data.
+
+    Returns the message with which all ranks have stopped: so they stay, which takes seconds less
+    than to start others.
+    """
+    placement = local_placement("spawn", rank, world_size)
+    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    out = pathlib.Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    metrics = FileObserver(MetricsFile(out / "metrics.jsonl")) if rank == 0 else None
+    trainee = build(config, session)
+    own = {f.step: (lambda f=f: flip_bit(trainee, f)) for f in flips if f.rank == rank}
+    trainee.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
+    states = RunStates(config, session, str(out / "checkpoints"), str(out / "diverged"))
+    try:
+        with (
+            mock.patch.object(TorchLoader, "__next__", _leaving_out(left_out)),
+            StopRequest(config.checkpoint.grace_s) as stop,
+        ):
+            return train(config, session, trainee, states, AfterSteps(metrics, own), stop)
+    except AgreedError as error:
+        return str(error)
+
+
+def _leaving_out(numbers: tuple[int, ...]) -> Callable[[TorchLoader], TorchBatch]:
+    """Returns the next batch of a loader, without those of these numbers, from 1."""
+    take = TorchLoader.__next__
+
+    def following(loader: TorchLoader) -> TorchBatch:
+        batch = take(loader)
+        while batch.step + 1 in numbers:
+            batch = take(loader)
+        return batch
+
+    return following
+
+
+def events_of(config: RunConfig, name: str) -> list[EventRow]:
+    rows = MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read()
+    return [row for row in rows if isinstance(row, EventRow) and row.name == name]
+
+
+def saved_tensors(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """Returns all that a checkpoint holds, whichever rank has written it."""
+    place = pathlib.Path(config.out) / "checkpoints" / f"step-{step:08}"
+    files = sorted(place.glob("*.safetensors"))
+    return {name: values for file in files for name, values in load_file(file).items()}

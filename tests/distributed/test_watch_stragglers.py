@@ -1,0 +1,35 @@
+"""A rank that takes half as long again as the others is named within ten steps, and no even one."""
+
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+
+from paceline.parallel import RankPool
+from tests.distributed.faulty_runs import Poison, events_of, train_faulty
+from tests.distributed.small_runs import changed, small_run
+
+Pools = Callable[[int], RankPool]
+STEPS = 30
+SLOWER = 15
+"""The step from which one rank is slower."""
+STEP_S = 0.06
+"""Most of a step is asleep, so that other work on the machine matters less."""
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
+def test_the_slow_rank_is_named_within_ten_steps(
+    tmp_path: pathlib.Path, rank_pool: Pools, strategy: str
+) -> None:
+    config = changed(
+        small_run(tmp_path), "run", training={"steps": STEPS}, parallel={"strategy": strategy}
+    )
+    every = tuple(range(1, STEPS + 1))
+    even = [Poison(rank=r, passes=every, kind="slow", seconds=STEP_S) for r in (0, 1)]
+    late = Poison(rank=1, passes=every[SLOWER - 1 :], kind="slow", seconds=STEP_S / 2)
+    rank_pool(2).run(train_faulty, config, (), (*even, late))
+    events = events_of(config, "straggler")
+    assert re.match(r"rank 1 takes .* per step by itself, 1\.\d+ of the median", events[0].message)
+    assert SLOWER <= events[0].step <= SLOWER + 10
+    assert all(event.message.startswith("rank 1") for event in events)
