@@ -19,13 +19,12 @@ import time
 
 import torch
 import torch.distributed as dist
+from sample_tokens import prepare_sample
 
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.data.loader.config import SourceConfig
 from paceline.data.loader.torch_batches import TorchLoader
-from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.run import prepare
 from paceline.parallel import Session, run_ranks
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
@@ -118,13 +117,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        text = "".join(f"{number} bottles of water on the wall.\n" for number in range(20_000))
-        (place / "text.txt").write_text(text)
-        prepare(
-            PrepareConfig(
-                sources=(str(place / "text.txt"),), tokenizer="bytes", out=str(place / "tokens")
-            )
-        )
+        prepare_sample(place)
         config = RunConfig(
             out=str(place / "run"),
             model=ModelConfig(preset=arguments.model),
