@@ -18,6 +18,7 @@ STEP_S = 0.06
 """Most of a step is asleep, so that other work on the machine matters less."""
 
 
+@pytest.mark.slow  # Compares times, which other tests on the same cores disturb.
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
 def test_the_slow_rank_is_named_within_ten_steps(
     tmp_path: pathlib.Path, rank_pool: Pools, strategy: str

@@ -86,7 +86,7 @@ def test_long_context() -> None:
 @pytest.mark.parametrize(
     "strategies",
     [
-        ("bucketed", "sharded", "fully_sharded", "torch_fsdp2"),
+        ("bucketed", "fully_sharded"),
         pytest.param(get_args(StrategyName)[1:], marks=pytest.mark.slow),
     ],
 )

@@ -36,6 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory / "out"
 
 
+@pytest.mark.slow
 def test_the_report_holds_what_was_measured(built: pathlib.Path) -> None:
     page = (built / "report.html").read_text(encoding="utf-8")
     assert page.count("<section") == 17
@@ -47,6 +48,7 @@ def test_the_report_holds_what_was_measured(built: pathlib.Path) -> None:
     assert all((built / path).exists() for path in pictures)
 
 
+@pytest.mark.slow
 def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

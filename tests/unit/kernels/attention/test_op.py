@@ -105,8 +105,15 @@ def test_a_compiled_graph_is_whole_and_takes_any_length(
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        pytest.param(torch.float16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_autocast_lowers_the_format(dtype: torch.dtype, compiled: bool) -> None:
     inputs = [tensor.requires_grad_() for tensor in Case(head_dim=8).inputs(torch.float32)]
     attend = torch.compile(flash_attention, fullgraph=True) if compiled else flash_attention
