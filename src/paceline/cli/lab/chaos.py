@@ -58,6 +58,8 @@ class ChaosCommand:
     """How long it may take for that."""
     recover_within: str = "120s"
     """How long after a fault the next step may come; if none does, the run is lost."""
+    steps_between: int = 10
+    """Steps that the run makes after a fault before the next one comes."""
     seed: int = 0
     """Decides on times and targets."""
     no_restart: bool = False
@@ -109,6 +111,7 @@ class ChaosCommand:
             for_s=parse_seconds(self.duration, "duration"),
             finish_within_s=parse_seconds(self.finish_within, "time to finish"),
             recover_within_s=parse_seconds(self.recover_within, "time to recover"),
+            steps_between=self.steps_between,
             seed=self.seed,
             any_process=self.any_process,
             restart=not self.no_restart,

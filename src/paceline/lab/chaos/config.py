@@ -22,6 +22,8 @@ class ChaosConfig:
     """How long it may take for that."""
     recover_within_s: float = 120.0
     """How long after a fault the next step may come; a fault after which none comes is lost."""
+    steps_between: int = 10
+    """Steps that the run makes after a fault before the next one comes."""
     seed: int = 0
     any_process: bool = False
     """Whether launchers are killed and stopped, too, not ranks alone."""
@@ -41,5 +43,7 @@ class ChaosConfig:
             raise UsageError("no fault was asked for: --kill-every 30s is one")
         if not (self.for_s > 0 and self.finish_within_s > 0 and self.recover_within_s > 0):
             raise UsageError("--for, --finish-within and --recover-within must be positive")
+        if self.steps_between < 1:
+            raise UsageError("--steps-between must be at least 1")
         if self.num_hosts < 2 and any(kind in self.kinds for kind in LINK_FAULTS):
             raise UsageError("links fail between hosts of the lab: add --hosts 2")

@@ -87,6 +87,7 @@ class _Chaos:
         self._progress = Progress(config.run, self._began)
         self._started_s = 0.0
         self._failures = 0
+        self._resumed_step = 0
         self._tried: list[Tried] = []
 
     @property
@@ -133,16 +134,16 @@ class _Chaos:
                     due.appendleft(dataclasses.replace(fault, due_s=self._now_s + _POSTPONE_S))
                     continue
                 self._tried.append(tried)
+                self._resumed_step = self._progress.step
                 _say(tried)
                 if tried.reason is not None:
                     return f"fault {fault.number} ({fault.kind}): {tried.reason}"
             time.sleep(_POLL_S)
 
     def _has_moved(self) -> bool:
-        """Whether the run has made a step since it was last started or disturbed."""
-        last = self._tried[-1] if self._tried else None
-        since_s = 0.0 if last is None else last.at_s + last.fault.lasts_s + _IN_FLIGHT_S
-        return self._progress.advanced_s > max(self._started_s, since_s)
+        """Whether the run has made enough steps since it was last started or disturbed."""
+        enough = self._resumed_step + self._config.steps_between
+        return self._progress.advanced_s > self._started_s and self._progress.step >= enough
 
     def _supervise(self) -> tuple[bool, str | None]:
         """Looks at progress and command; returns whether it is over, and why if it failed."""
