@@ -29,6 +29,7 @@ from paceline.core import BatchShape, known_devices, model_preset, precision_pre
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.data.inspect.lengths import DocumentLengths
+from paceline.lab.chaos.records import FAULT
 from paceline.planner.goodput.constants import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
 from paceline.planner.goodput.formula import best_interval_s, goodput, interruption_interval_s
 from paceline.planner.goodput.records import GOODPUT, REPLAY
@@ -42,11 +43,13 @@ from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.document_lengths import plot_document_lengths
 from paceline.reports.plots.registry import draw
+from paceline.reports.plots.reliability.chaos import plot_chaos
 from paceline.reports.plots.runs.losses import plot_losses
 from paceline.reports.plots.runs.speed import plot_phases
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.backtest import backtest_table
+from paceline.reports.tables.chaos import chaos_table
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
 from paceline.reports.tables.profile import (
     attention_table,
@@ -144,6 +147,7 @@ OTHER_TABLES = {
     "scaling-course": ("scaling-course",),
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
     "scaling-speed": ("scaling-speed",),
+    "chaos": ("chaos",),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
 # Pictures that show how something works, from no record.
@@ -312,6 +316,7 @@ DRAWN = {
     **SCHEMES,
     "step-backtest": draw_backtest,
     "data-lengths": draw_lengths,
+    "chaos": lambda: plot_chaos([each for each in read("chaos") if each.case["num_hosts"] == 0]),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
@@ -440,6 +445,9 @@ def tables() -> dict[str, str]:
         "data-prepare.md": render_markdown(data_prepare_table(read("data-prepare"))),
         "train-continue.md": render_markdown(train_continue_table(read("train-continue"))),
         "training-panel.md": training_panel(),
+        "chaos.md": render_markdown(
+            chaos_table([each for each in read("chaos") if each.kind == FAULT])
+        ),
         "benchmarks.md": benchmarks(),
     }
     return {**made, **rendered, **others}
