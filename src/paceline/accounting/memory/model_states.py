@@ -171,11 +171,21 @@ def state_units(
     shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
 ) -> list[Sequence[int]]:
     """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
+    whole = strategy == "sharded_optimizer"
+    return gradient_buckets(shape, element_bytes, None if whole else bucket_size_mb)
+
+
+def gradient_buckets(
+    shape: ModelShape, element_bytes: int, bucket_size_mb: float | None
+) -> list[Sequence[int]]:
+    """Returns the sizes of the tensors of our buckets, in the order of backward.
+
+    `bucket_size_mb` is the largest bucket in MiB; None for one bucket.
+    """
     backward = parameter_sizes(shape)[::-1]
-    if strategy == "sharded_optimizer":
-        return [backward]
     num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
-    return divide_into_buckets(backward, num_bytes, bucket_size_mb * MIB)
+    cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
+    return divide_into_buckets(backward, num_bytes, cap_bytes)
 
 
 def layer_shapes(shape: ModelShape) -> list[list[tuple[int, int]]]:

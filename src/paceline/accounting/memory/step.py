@@ -20,13 +20,13 @@ that, up to all gradients twice.
 
 import dataclasses
 
-from paceline.accounting.communication.buckets import GROUP_BYTES, aligned, divide_into_buckets
+from paceline.accounting.communication.buckets import GROUP_BYTES
 from paceline.accounting.memory.activations import BucketSize, Checkpointing, count_activations
 from paceline.accounting.memory.model_states import (
+    gradient_buckets,
     layer_shapes,
     layer_shard,
     model_state_bytes,
-    parameter_sizes,
     state_units,
 )
 from paceline.accounting.memory.shards import cut_unit
@@ -45,7 +45,6 @@ from paceline.core.strategies import (
     SHARDED_PARAMETERS,
     StrategyName,
 )
-from paceline.core.units import MIB
 
 _TABLE_BYTES = 4
 _TOKEN_BYTES = 8
@@ -146,12 +145,8 @@ def _buckets(
         units = state_units(shape, strategy, element_bytes, bucket_size_mb)
         shards = [(len(one), cut_unit(one, world_size, element_bytes).share) for one in units]
     elif strategy in _ALL_REDUCED and world_size > 1:
-        if strategy == "sharded_optimizer":
-            bucket_size_mb = DEFAULT_BUCKET_SIZE_MB
-        backward = parameter_sizes(shape)[::-1]
-        num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
-        cap_bytes = None if strategy == "flat" else bucket_size_mb * MIB
-        units = divide_into_buckets(backward, num_bytes, cap_bytes)
+        sizes_mb = {"flat": None, "sharded_optimizer": DEFAULT_BUCKET_SIZE_MB}
+        units = gradient_buckets(shape, element_bytes, sizes_mb.get(strategy, bucket_size_mb))
         return tuple(BucketSize(len(one), group_bytes=GROUP_BYTES) for one in units)
     else:
         return ()

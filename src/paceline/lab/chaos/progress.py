@@ -5,6 +5,7 @@ import time
 
 import msgspec
 
+from paceline.records.codecs import UNDECODABLE
 from paceline.training.run_files import METRICS
 
 _TAIL_BYTES = 1 << 16
@@ -47,7 +48,7 @@ class Progress:
         for line in reversed(lines[:-1]):
             try:
                 row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNDECODABLE:
                 continue
             if isinstance(row, dict) and row.get("kind") == "step":
                 return int(row["step"])

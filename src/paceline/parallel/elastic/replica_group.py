@@ -16,7 +16,6 @@ manager of torchft may end the replicas.
 import datetime
 import functools
 import logging
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from torchft.process_group import ProcessGroupGloo
 
 from paceline.parallel.elastic.members import Members
 from paceline.parallel.elastic.transport import StateTransport
+from paceline.parallel.ranks.rendezvous import free_socket
 
 LOOPBACK = "127.0.0.1"
 
@@ -142,16 +142,8 @@ def _bound_to(server: Callable[..., Any], address: str, **arguments: Any) -> Any
 
 def _listen(address: str) -> tuple[TCPStore, int]:
     """Returns a store in which replicas meet, on one address only, and its port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((address, 0))
-        listener.listen()
-        port: int = listener.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    descriptor, port = free_socket(address)
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
     return store, port

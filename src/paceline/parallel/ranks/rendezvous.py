@@ -169,7 +169,7 @@ def _open_attempt(
     address = "127.0.0.1"
     if placement.num_hosts > 1:
         address = _own_address(placement.master_address, placement.master_port)
-    descriptor, port = _free_socket(address)
+    descriptor, port = free_socket(address)
     store = TCPStore(
         address,
         port,
@@ -253,7 +253,7 @@ def _own_address(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _free_socket(address: str) -> tuple[int, int]:
+def free_socket(address: str) -> tuple[int, int]:
     """Returns a socket that listens on one address only, and its port; the store takes it over."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:

@@ -4,21 +4,14 @@ The process that starts them trains nothing: a replica that ends is started agai
 one that is still there.
 """
 
+import math
 import os
-import signal
 import subprocess
 import sys
 import time
-from types import FrameType
 
 from paceline.core.errors import UsageError
-from paceline.core.processes import (
-    STOP_SIGNALS,
-    STOPPED,
-    die_with_parent,
-    end_processes,
-    exit_code_of,
-)
+from paceline.core.processes import STOPPED, PassedOn, die_with_parent, end_processes, exit_code_of
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
 
@@ -96,27 +89,36 @@ class _Replicas:
         self._replicas = [_Replica() for _ in range(number)]
         self._grace_s = grace_s
         self._is_ending = False
-        self._stop_by_s: float | None = None
 
     def run(self) -> int:
         """Keeps the replicas going until the run has finished, or was asked to stop."""
-        before = {each: signal.signal(each, self._stop) for each in STOP_SIGNALS}
-        exit_code = 1
+        exit_code, stop_by_s = 1, math.inf
         try:
-            for number in range(len(self._replicas)):
-                self._start(number)
-            while any(each.process or each.next_start_s for each in self._replicas):
-                for number, replica in enumerate(self._replicas):
-                    code = self._look_after(number, replica)
-                    exit_code = exit_code if code is None else code
-                if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
-                    break
-                time.sleep(_POLL_S)
-            return exit_code
+            with PassedOn() as requests:
+                for number in range(len(self._replicas)):
+                    self._start(number)
+                while any(each.process or each.next_start_s for each in self._replicas):
+                    if requests.send_to(self._running()):
+                        self._end_with_these()
+                        stop_by_s = min(stop_by_s, time.monotonic() + self._grace_s)
+                    for number, replica in enumerate(self._replicas):
+                        code = self._look_after(number, replica)
+                        exit_code = exit_code if code is None else code
+                    if time.monotonic() > stop_by_s:
+                        break
+                    time.sleep(_POLL_S)
+                return exit_code
         finally:
-            end_processes([each.process for each in self._replicas if each.process is not None])
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            end_processes(self._running())
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [each.process for each in self._replicas if each.process is not None]
+
+    def _end_with_these(self) -> None:
+        """Starts nobody again."""
+        self._is_ending = True
+        for replica in self._replicas:
+            replica.next_start_s = 0.0
 
     def _look_after(self, number: int, replica: _Replica) -> int | None:
         """Starts a replica again that has failed; returns the exit code of one that is done."""
@@ -155,16 +157,6 @@ class _Replicas:
             env={**self._environment, REPLICA: str(number)},
             preexec_fn=lambda: die_with_parent(parent_pid),
         )
-
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """Passes a signal on; whoever has not left in time is ended."""
-        self._is_ending = True
-        for replica in self._replicas:
-            replica.next_start_s = 0.0
-            if replica.process is not None:
-                replica.process.send_signal(number)
-        if self._stop_by_s is None:
-            self._stop_by_s = time.monotonic() + self._grace_s
 
 
 def _say(text: str) -> None:
