@@ -20,12 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-import torch
+from fault_records import record_fault
 
-from paceline.benchmarks.harness.records import measured
 from paceline.parallel import RankPool
-from paceline.parallel.ranks.hardware import describe_hardware
-from paceline.records import RecordStore
 from paceline.training.config import RunConfig, StepConfig
 from tests.distributed.faulty_runs import BitFlip, events_of, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run
@@ -68,8 +65,8 @@ def run(pool: RankPool, config: RunConfig, flips: tuple[BitFlip, ...]) -> None:
             raise RuntimeError(outcome)
 
 
-def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> dict[str, float]:
-    """Returns how many flips were found, named, and how late at most."""
+def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> tuple[int, int]:
+    """Returns how many flips were found and their rank named, and how late at most."""
     found = {}
     for event in events_of(config, "corrupted"):
         match = re.match(r"found at step (\d+): (.*)", event.message)
@@ -84,12 +81,7 @@ def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> dict[str, float]:
         step, message = found[began]
         num_named += bool(re.match(rf"rank {flip.rank}\b", message))
         latest = max(latest, step - flip.step)
-    return {
-        "num_tried": len(flips),
-        "num_found": len(found),
-        "num_named": num_named,
-        "largest_delay_steps": latest,
-    }
+    return num_named, latest
 
 
 def main() -> int:
@@ -99,7 +91,6 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--steps", type=int, default=10_000, help="of the runs without flips")
     arguments = parser.parse_args()
-    place = describe_hardware(torch.device("cpu")).as_case()
     failures = 0
     with tempfile.TemporaryDirectory() as directory:
         base = changed(small_run(pathlib.Path(directory)), "base", checkpoint={"keep_last": 2})
@@ -123,24 +114,27 @@ def main() -> int:
             with RankPool(num_ranks, timeout_s=60, run_timeout_s=3600) as pool:
                 run(pool, config, flips)
                 run(pool, clean, ())
-            metrics = count(config, flips)
-            metrics["num_equal_losses"] = sum(
-                own == other for own, other in zip(losses_of(config), losses_of(clean), strict=True)
+            num_named, latest = count(config, flips)
+            num_lost = len(flips) - num_named
+            if losses_of(config) != losses_of(clean):
+                num_lost = len(flips)  # Nobody knows which flip it was.
+            failures += num_lost
+            record_fault(
+                arguments.store,
+                subject="watched run",
+                fault=f"flipped bits of {where}",
+                num_tried=len(flips),
+                num_lost=num_lost,
+                case={
+                    "strategy": strategy,
+                    "world_size": num_ranks,
+                    "hash_every_steps": EVERY,
+                    "hash_at_rest": at_rest,
+                    "steps": num_steps,
+                    "seed": number,
+                },
+                metrics={"largest_delay_steps": latest, "time_s": time.perf_counter() - began},
             )
-            metrics["time_s"] = time.perf_counter() - began
-            failures += metrics["num_named"] < len(flips) or metrics["num_equal_losses"] < num_steps
-            case = {
-                "subject": f"flipped bits of {where}",
-                "strategy": strategy,
-                "world_size": num_ranks,
-                "hash_every_steps": EVERY,
-                "hash_at_rest": at_rest,
-                "steps": num_steps,
-                "seed": number,
-                **place,
-            }
-            RecordStore(arguments.store).append(measured("watch", case, metrics))
-            print(case["subject"], strategy, num_ranks, "at rest" if at_rest else "", metrics)
         for strategy in ("bucketed", "fully_sharded"):
             config = changed(
                 base,
@@ -157,19 +151,21 @@ def main() -> int:
                 (outcome, _) = pool.run(train_faulty, config, ())
             num_alarms = int(isinstance(outcome, str)) + len(events_of(config, "corrupted"))
             failures += num_alarms
-            case = {
-                "subject": "no fault",
-                "strategy": strategy,
-                "world_size": 2,
-                "hash_every_steps": 1,
-                "hash_at_rest": True,
-                "steps": arguments.steps,
-                "seed": 0,
-                **place,
-            }
-            metrics = {"num_false_alarms": num_alarms, "time_s": time.perf_counter() - began}
-            RecordStore(arguments.store).append(measured("watch", case, metrics))
-            print("no fault", strategy, metrics)
+            record_fault(
+                arguments.store,
+                subject="watched run",
+                fault="none, by step",
+                num_tried=arguments.steps,
+                num_lost=num_alarms,
+                case={
+                    "strategy": strategy,
+                    "world_size": 2,
+                    "hash_every_steps": 1,
+                    "hash_at_rest": True,
+                    "seed": 0,
+                },
+                metrics={"time_s": time.perf_counter() - began},
+            )
     return 1 if failures else 0
 
 

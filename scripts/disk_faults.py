@@ -26,11 +26,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from fault_records import record_fault
 from torch import nn
 
-from paceline.benchmarks.harness.records import measured
-from paceline.parallel.ranks.hardware import describe_hardware
-from paceline.records import RecordStore
 from paceline.training.checkpoint.checkpointer import Checkpointer
 from paceline.training.checkpoint.errors import CheckpointError
 from paceline.training.checkpoint.places import open_place
@@ -171,18 +169,13 @@ def main() -> int:
             num_lost += len(lost)
             for outcome in lost:
                 print(f"lost: {outcome}")
-            print(f"{call} {name}: {len(outcomes)} tried, {len(lost)} lost", flush=True)
-            case = {
-                "subject": "checkpoint writer",
-                "fault": f"{name} in {call}",
-                **describe_hardware(torch.device("cpu")).as_case(),
-            }
-            counts = {
-                "num_tried": len(outcomes),
-                "num_survived": len(outcomes) - len(lost),
-                "num_lost": len(lost),
-            }
-            RecordStore(arguments.store).append(measured("fault", case, counts))
+            record_fault(
+                arguments.store,
+                subject="checkpoint writer",
+                fault=f"{name} in {call}",
+                num_tried=len(outcomes),
+                num_lost=len(lost),
+            )
     return 1 if num_lost else 0
 
 

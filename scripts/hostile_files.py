@@ -12,8 +12,8 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from paceline.benchmarks.harness.records import measured
-from paceline.records import RecordStore
+from fault_records import record_fault
+
 from tests.hostile_files import FILES, MOST_BYTES, hostile_read, peak_bytes
 
 
@@ -37,20 +37,15 @@ def main() -> int:
         for problem in problems:
             print(f"lost: {problem}")
         longest_s = max(seconds for _, seconds in outcomes)
-        print(
-            f"{subject}: {len(outcomes)} tried, {len(problems)} lost, at most {longest_s:.3f} s, "
-            f"{peak_bytes() / 1e6:.0f} MB",
-            flush=True,
+        record_fault(
+            arguments.store,
+            subject=subject,
+            fault="damaged file",
+            num_tried=len(outcomes),
+            num_lost=len(problems),
+            metrics={"longest_s": longest_s, "peak_bytes": peak_bytes()},
         )
-        case = {"subject": subject, "fault": "damaged file"}
-        metrics = {
-            "num_tried": len(outcomes),
-            "num_survived": len(outcomes) - len(problems),
-            "num_lost": len(problems),
-            "longest_s": longest_s,
-            "peak_bytes": peak_bytes(),
-        }
-        RecordStore(arguments.store).append(measured("fault", case, metrics))
+        print(f"at most {longest_s:.3f} s, {peak_bytes() / 1e6:.0f} MB", flush=True)
     return 1 if num_lost else 0
 
 

@@ -27,14 +27,11 @@ import sys
 import tempfile
 import time
 
-import torch
+from fault_records import record_fault
 from sample_tokens import prepare_sample
 
-from paceline.benchmarks.harness.records import measured
 from paceline.data.loader.config import SourceConfig
-from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.supervision.heartbeats import Heartbeat, Heartbeats, Phase, Writing
-from paceline.records import RecordStore
 from paceline.training.audit import audit_run
 from paceline.training.config import (
     CheckpointConfig,
@@ -300,24 +297,21 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
         lost = sum(not each.bit_equal or bool(each.orphans) for each in of_phase)
         if wrong and not any(not each.bit_equal or each.orphans for each in kills):
             lost = len(of_phase)  # Nobody knows which kill it was.
-        case = {
-            "subject": "supervised run",
-            "fault": f"SIGKILL in {phase}" if phase != LAUNCHER else "SIGKILL of the launcher",
-            "strategy": arguments.strategy,
-            "world_size": arguments.ranks,
-            "seed": arguments.seed,
-            **describe_hardware(torch.device("cpu")).as_case(),
-        }
-        numbers: dict[str, float | list[float]] = {
-            "num_tried": len(of_phase),
-            "num_survived": len(of_phase) - lost,
-            "num_lost": lost,
-        }
+        record_fault(
+            arguments.store,
+            subject="supervised run",
+            fault=f"SIGKILL in {phase}" if phase != LAUNCHER else "SIGKILL of the launcher",
+            num_tried=len(of_phase),
+            num_lost=lost,
+            case={
+                "strategy": arguments.strategy,
+                "world_size": arguments.ranks,
+                "seed": arguments.seed,
+            },
+            metrics={"recovery_s": times} if times else {},
+        )
         if times:
-            numbers["recovery_s"] = times
-        RecordStore(arguments.store).append(measured("fault", case, numbers))
-        shown = f", back in {statistics.median(times):.2f} s, {max(times):.2f} s at worst"
-        print(f"{phase}: {len(of_phase)} tried, {lost} lost{shown if times else ''}")
+            print(f"back in {statistics.median(times):.2f} s, {max(times):.2f} s at worst")
 
 
 def where(this: Kill) -> str:

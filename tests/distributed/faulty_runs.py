@@ -57,8 +57,8 @@ class Poison:
 
     rank: int
     passes: tuple[int, ...]
-    kind: Literal["nan", "spike", "slow"] = "nan"
-    """A gradient that is not finite, a loss far too high, or a pass that takes longer."""
+    kind: Literal["nan", "infinite", "spike", "slow"] = "nan"
+    """Gradients that are NaN, outputs that are infinite, a loss far too high, or a slow pass."""
     seconds: float = 0.0
 
 
@@ -76,6 +76,8 @@ class PoisonHook:
                 continue
             if poison.kind == "nan":
                 output.register_hook(lambda gradient: gradient * torch.nan)
+            elif poison.kind == "infinite":
+                output = output * torch.inf
             elif poison.kind == "spike":
                 output = output * 1000
             else:

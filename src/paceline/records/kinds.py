@@ -132,18 +132,19 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
     # A whole run of the trainer; `batch` is a micro-batch of one rank.
     "training_run": (_DATA_PARALLEL, ("steps", "batch_size", "learning_rate", "schedule", "seed")),
-    # Faults that were put into runs of the trainer, and what its watch has found of them.
-    "watch": (
-        ("subject", "strategy", "world_size", *_PLACE),
-        ("hash_every_steps", "hash_at_rest", "steps", "seed"),
-    ),
     # Reading training data, beside another way to do it where there is a baseline.
     "data_loader": (
         ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),
         ("baseline", "rounds", "first_sample"),
     ),
     # Faults of one sort that something was made to suffer: tried, survived, lost.
-    "fault": (("subject", "fault"), ("world_size", "strategy", "phase", "number", "seed", *_PLACE)),
+    "fault": (
+        ("subject", "fault"),
+        (
+            *("world_size", "strategy", "steps", "seed", *_PLACE),
+            *("hash_every_steps", "hash_at_rest", "heartbeat_timeout_s"),
+        ),
+    ),
     # The simulated share of a long run that trains, by what is done about failures.
     "goodput": (
         ("devices", "recovery", "checkpoint", "spare_hosts", "constants"),

@@ -1,0 +1,194 @@
+"""Gradients and losses that are not finite, and ranks that are slow or stopped: found and named.
+
+    python scripts/bad_steps.py results/bad-steps.jsonl
+
+- Not finite: one rank's gradients become NaN, or the loss of its batch infinite, in many steps of
+  one run. All ranks must leave out the same batches, so that losses and parameters are to the bit
+  those of a run that never saw them, and every other sample must be used exactly once.
+- Slow: a rank takes half as long again from some step on. It must be named within ten steps, and
+  no other rank before or after.
+- Stopped: a rank gets SIGSTOP for five seconds. It must be named in the first step after.
+"""
+
+import argparse
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Literal
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import torch
+from fault_records import record_fault
+
+from paceline.parallel import RankPool
+from paceline.records import CaseValue
+from paceline.training.audit import audit_run
+from paceline.training.config import RunConfig
+from paceline.training.toml_config import encode_config
+from tests.distributed.faulty_runs import Poison, events_of, saved_tensors, train_faulty
+from tests.distributed.small_runs import changed, losses_of, small_run
+from tests.processes import children_of
+
+STRATEGIES = ("bucketed", "sharded", "fully_sharded")
+_STEP_S = 0.06
+"""Most of a step is asleep, so that other work on the machine matters less."""
+_KINDS: tuple[Literal["nan", "infinite"], ...] = ("nan", "infinite")
+_FEWEST_STEPS, _WITHIN = 12, 10
+_STOPPED_S = 5.0
+_LONGEST_S = 120.0
+_WAS_STOPPED = r"rank (\d+) was stopped for [4-9]\."
+
+
+def not_finite(base: RunConfig, strategy: str, number: int, seed: int) -> int:
+    """Poisons steps of a run; returns how many of them were not left out, and only they."""
+    chance = random.Random(seed)
+    num_steps = 2 * number
+    bad = sorted(chance.sample(range(2, num_steps), number))
+    poisons = tuple(
+        Poison(rank=chance.randrange(2), passes=(step,), kind=chance.choice(_KINDS)) for step in bad
+    )
+    sections: dict[str, dict[str, object]] = {
+        "training": {"steps": num_steps - number},
+        "parallel": {"strategy": strategy},
+        "checkpoint": {"every_steps": num_steps},
+    }
+    watch = {"on_nonfinite": "skip", "most_in_a_row": number}
+    skipping = changed(base, f"skipping-{strategy}", **sections, watch=watch)
+    without = changed(base, f"without-{strategy}", **sections)
+    with RankPool(2, timeout_s=60, run_timeout_s=600) as pool:
+        pool.run(train_faulty, skipping, (), poisons)
+        pool.run(train_faulty, without, (), (), tuple(bad))
+    (pathlib.Path(skipping.out) / "config.toml").write_text(encode_config(skipping))
+    num_skipped = len(events_of(skipping, "skipped"))
+    ours, theirs = (saved_tensors(each, num_steps - number) for each in (skipping, without))
+    is_equal = losses_of(skipping) == losses_of(without) and all(
+        torch.equal(values, ours[name]) for name, values in theirs.items()
+    )
+    _, findings = audit_run(pathlib.Path(skipping.out))
+    if not is_equal or findings:
+        return number  # Nobody knows which step it was.
+    return abs(number - num_skipped)
+
+
+def slow(base: RunConfig, strategy: str, seed: int) -> int:
+    """Slows a rank down; returns 1 unless it was named in time, and nobody else was."""
+    chance = random.Random(seed)
+    num_steps = 2 * _FEWEST_STEPS + _WITHIN
+    rank, since = chance.randrange(2), chance.randint(_FEWEST_STEPS, 2 * _FEWEST_STEPS)
+    config = changed(
+        base,
+        f"slow-{strategy}-{seed}",
+        training={"steps": num_steps},
+        parallel={"strategy": strategy},
+    )
+    every = tuple(range(1, num_steps + 1))
+    even = [Poison(rank=each, passes=every, kind="slow", seconds=_STEP_S) for each in (0, 1)]
+    late = Poison(rank=rank, passes=every[since - 1 :], kind="slow", seconds=_STEP_S / 2)
+    with RankPool(2, timeout_s=60, run_timeout_s=600) as pool:
+        pool.run(train_faulty, config, (), (*even, late))
+    events = events_of(config, "straggler")
+    is_right = (
+        bool(events)
+        and all(event.message.startswith(f"rank {rank} ") for event in events)
+        and since <= events[0].step <= since + _WITHIN
+    )
+    if not is_right:
+        print(f"lost: {strategy}, seed {seed}: rank {rank} from {since}: {events}")
+    return int(not is_right)
+
+
+def stopped(base: RunConfig, number: int, seed: int) -> int:
+    """Stops ranks of one run now and then; returns how often that was not told of the right one."""
+    chance = random.Random(seed)
+    config = changed(base, "stopped", training={"steps": 10**7}, checkpoint={"every_steps": 10**6})
+    path = pathlib.Path(f"{config.out}.toml")
+    path.write_text(encode_config(config), encoding="utf-8")
+    command = [sys.executable, "-m", "paceline", "train", str(path), "--ranks", "2"]
+    metrics = pathlib.Path(config.out) / "metrics.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def wait_for_steps(more: int) -> None:
+        before = len(losses_of(config)) if metrics.exists() else 0
+        deadline = time.monotonic() + _LONGEST_S
+        while not metrics.exists() or len(losses_of(config)) < before + more:
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError("the run makes no steps")
+            time.sleep(0.1)
+
+    stops: list[int] = []
+    for _ in range(number):
+        wait_for_steps(20)
+        pid = chance.choice(children_of(process.pid))
+        variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+        variable = re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
+        if variable is None:
+            raise RuntimeError(f"process {pid} is not a rank")
+        stops.append(int(variable[1]))
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(_STOPPED_S)
+        os.kill(pid, signal.SIGCONT)
+    wait_for_steps(20)
+    process.terminate()
+    process.wait(_LONGEST_S)
+    messages = [event.message for event in events_of(config, "straggler")]
+    told = [int(found[1]) for each in messages if (found := re.match(_WAS_STOPPED, each))]
+    if stops != told:
+        print(f"lost: stopped {stops}, told {messages}")
+    return sum(a != b for a, b in zip(stops, told, strict=False)) + abs(len(stops) - len(told))
+
+
+def main() -> int:
+    """Tries, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--steps", type=int, default=50, help="that are not finite, by strategy")
+    parser.add_argument("--slow", type=int, default=7, help="runs with a slow rank, by strategy")
+    parser.add_argument("--stops", type=int, default=20)
+    arguments = parser.parse_args()
+    num_lost = 0
+    with tempfile.TemporaryDirectory() as directory:
+        base = small_run(pathlib.Path(directory))
+        for seed, strategy in enumerate(STRATEGIES):
+            case: dict[str, CaseValue] = {"strategy": strategy, "world_size": 2, "seed": seed}
+            lost = not_finite(base, strategy, arguments.steps, seed)
+            num_lost += lost
+            record_fault(
+                arguments.store,
+                subject="watched run",
+                fault="NaN or infinity on one rank",
+                num_tried=arguments.steps,
+                num_lost=lost,
+                case=case,
+            )
+            lost = sum(slow(base, strategy, each) for each in range(arguments.slow))
+            num_lost += lost
+            record_fault(
+                arguments.store,
+                subject="watched run",
+                fault="a rank half as slow again",
+                num_tried=arguments.slow,
+                num_lost=lost,
+                case=case,
+            )
+        lost = stopped(base, arguments.stops, seed=0)
+        num_lost += lost
+        record_fault(
+            arguments.store,
+            subject="watched run",
+            fault="SIGSTOP for 5 s",
+            num_tried=arguments.stops,
+            num_lost=lost,
+            case={"world_size": 2},
+        )
+    return 1 if num_lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Kills among replicas that come and go, and of the launcher with its lighthouse.
+
+A run with `parallel.elastic = "replicas"` loses one replica after another, each once all are back
+and ten more steps are done; now and then the launcher, which has the lighthouse in its process, is
+killed and the command started again. For each kill of a replica: how long the others stood still,
+and how long until all were back. In the end every step must be there, every sample used exactly
+once, and no process left.
+
+Needs torchft (`pip install 'paceline[elastic]'`).
+
+    python scripts/replica_study.py results/replicas.jsonl
+"""
+
+import argparse
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from fault_records import record_fault
+from sample_tokens import prepare_sample
+
+from paceline.data.loader.config import SourceConfig
+from paceline.training.audit import audit_run
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    StepConfig,
+)
+from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.toml_config import encode_config
+from tests.processes import children_of, is_running
+
+_STEPS_BETWEEN = 10
+_LONGEST_S = 180.0
+_POLL_S = 0.005
+
+
+class Run:
+    """The command, started again after its launcher was killed."""
+
+    def __init__(self, config: RunConfig, num_replicas: int) -> None:
+        path = pathlib.Path(f"{config.out}.toml")
+        path.write_text(encode_config(config), encoding="utf-8")
+        self._log = pathlib.Path(f"{config.out}.log")
+        self._command = [sys.executable, "-m", "paceline", "train", str(path)]
+        self._command += ["--ranks", str(num_replicas)]
+        self._metrics = pathlib.Path(config.out) / "metrics.jsonl"
+        self._num_replicas = num_replicas
+        self.launch()
+
+    def launch(self) -> None:
+        """Starts the command."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def rows(self) -> list[MetricsRow]:
+        """Returns what the run has told so far."""
+        return list(MetricsFile(self._metrics).read()) if self._metrics.exists() else []
+
+    def num_steps(self) -> int:
+        """Returns the steps that are done."""
+        return max((row.step for row in self.rows() if isinstance(row, StepRow)), default=0)
+
+    def num_live(self) -> int:
+        """Returns how many replicas took part when that was last said."""
+        said = [row.message for row in self.rows() if isinstance(row, EventRow)]
+        found = re.findall(
+            rf"(\d+) of {self._num_replicas} (?:replicas|from step)", "\n".join(said)
+        )
+        return int(found[-1]) if found else 0
+
+    def wait(self, until: Callable[[], bool]) -> float:
+        """Waits for something; returns the seconds that it took."""
+        began = time.monotonic()
+        while not until():
+            if self.process.poll() is not None or time.monotonic() - began > _LONGEST_S:
+                raise RuntimeError(self._log.read_text(errors="replace")[-3000:])
+            time.sleep(_POLL_S)
+        return time.monotonic() - began
+
+
+def study(run: Run, arguments: argparse.Namespace) -> tuple[list[float], list[float], int]:
+    """Kills; returns how long others paused, how long a replica was away, and launcher kills."""
+    chance = random.Random(arguments.seed)
+    paused_s: list[float] = []
+    away_s: list[float] = []
+    num_launchers = 0
+
+    def has_more_than(number: int) -> Callable[[], bool]:
+        return lambda: run.num_steps() > number
+
+    for number in range(1, arguments.kills + 1):
+        run.wait(lambda: run.num_live() == arguments.replicas)
+        run.wait(has_more_than(run.num_steps() + _STEPS_BETWEEN))
+        replicas = children_of(run.process.pid)
+        if number % arguments.launcher_every == 0:
+            os.kill(run.process.pid, signal.SIGKILL)
+            run.process.wait()
+            deadline = time.monotonic() + 5
+            while any(map(is_running, replicas)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            if any(map(is_running, replicas)):
+                raise RuntimeError("replicas have outlived their launcher")
+            num_launchers += 1
+            run.launch()
+            seconds = run.wait(has_more_than(run.num_steps()))
+            print(f"{number}: launcher, next step after {seconds:.1f} s", flush=True)
+            continue
+        os.kill(chance.choice(replicas), signal.SIGKILL)
+        run.wait(lambda: run.num_live() < arguments.replicas)
+        # The first step without the lost one is the longest since then.
+        paused = max(row.step_time_s for row in run.rows()[-20:] if isinstance(row, StepRow))
+        seconds = run.wait(lambda: run.num_live() == arguments.replicas)
+        paused_s.append(paused)
+        away_s.append(seconds)
+        print(f"{number}: others paused {paused:.2f} s, back after {seconds:.1f} s", flush=True)
+    return paused_s, away_s, num_launchers
+
+
+def main() -> int:
+    """Trains twice, kills in one of the runs, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--launcher-every", type=int, default=10, help="one of so many")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--heartbeat-s", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = pathlib.Path(directory)
+        config = RunConfig(
+            out=str(place / "killed"),
+            model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=4),
+            data=DataConfig(
+                sources=(SourceConfig(place=prepare_sample(place)),), context_length=32
+            ),
+            training=StepConfig(steps=10**6, batch_size=8),
+            parallel=ParallelConfig(
+                device="cpu",
+                elastic="replicas",
+                timeout_s=60,
+                heartbeat_timeout_s=arguments.heartbeat_s,
+            ),
+            checkpoint=CheckpointConfig(every_steps=50),
+            evaluation=EvaluationConfig(sequences=0),
+            logging=LoggingConfig(every_steps=100),
+        )
+        run = Run(config, arguments.replicas)
+        paused_s, away_s, num_launchers = study(run, arguments)
+        processes = children_of(run.process.pid)
+        run.process.send_signal(signal.SIGTERM)
+        wrong = [] if run.process.wait(60) == 143 else ["the run did not stop when asked"]
+        wrong += ["a process is left" for each in processes if is_running(each)]
+        steps = [row.step for row in run.rows() if isinstance(row, StepRow)]
+        if steps != list(range(1, max(steps) + 1)):
+            wrong.append("steps are missing, or were told twice")
+        _, findings = audit_run(pathlib.Path(config.out))
+        wrong += [str(finding) for finding in findings]
+        case = {"world_size": arguments.replicas, "heartbeat_timeout_s": arguments.heartbeat_s}
+        record_fault(
+            arguments.store,
+            subject="replicas",
+            fault="SIGKILL of a replica",
+            num_tried=len(paused_s),
+            num_lost=len(paused_s) if wrong else 0,  # Nobody knows which kill it was.
+            case=case,
+            metrics={"paused_s": paused_s, "away_s": away_s},
+        )
+        record_fault(
+            arguments.store,
+            subject="replicas",
+            fault="SIGKILL of the launcher and its lighthouse",
+            num_tried=num_launchers,
+            num_lost=num_launchers if wrong else 0,
+            case=case,
+        )
+        for each in wrong:
+            print(f"lost: {each}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Memory and file descriptors of a run over half an hour.
+
+A small model trains until its time is up, then is asked to stop and must end with exit code 143.
+Every few seconds the proportional set size and the file descriptors of all processes of the run are
+added up. With `--chaos` the run is supervised, and `paceline lab chaos` kills and stops ranks and
+damages checkpoints meanwhile; moments at which ranks are missing, or younger than the first
+samples, are not counted.
+
+The growth is the median of the last quarter over that of the second: in the first, caches fill.
+
+    python scripts/soak.py results/soak.jsonl
+    python scripts/soak.py results/soak.jsonl --ranks 4 --chaos
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+from fault_records import record_fault
+from sample_tokens import prepare_sample
+
+from paceline.data.loader.config import SourceConfig
+from paceline.training.audit import audit_run
+from paceline.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    StepConfig,
+)
+from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.toml_config import encode_config
+
+_EVERY_S = 5.0
+_YOUNGEST_S = 10.0
+"""Age of a process whose memory counts."""
+_END_S = 120.0
+_MOST_GROWTH = 0.01
+
+
+class Sample(NamedTuple):
+    """What all processes of the run take at one moment."""
+
+    memory_bytes: int
+    descriptors: int
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes below one, at any depth."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def age_s(pid: int) -> float:
+    """Returns for how long a process has been there."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def sample(processes: list[int]) -> Sample | None:
+    """Returns what processes take together; None if one of them is new, or has just ended."""
+    memory = descriptors = 0
+    try:
+        for pid in processes:
+            if age_s(pid) < _YOUNGEST_S:
+                return None
+            rolled_up = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+            found = re.search(r"^Pss:\s+(\d+) kB", rolled_up, re.MULTILINE)
+            memory += 1024 * int(found[1]) if found else 0
+            descriptors += sum(1 for _ in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return None
+    return Sample(memory, descriptors)
+
+
+def soak(command: list[str], log: pathlib.Path, num_processes: int, seconds: float) -> list[Sample]:
+    """Runs a command for a while; returns samples of when all its processes were there."""
+    samples = []
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(_EVERY_S)
+        if process.poll() is not None:
+            raise RuntimeError(f"ended too early: {log.read_text(errors='replace')[-2000:]}")
+        processes = descendants(process.pid)
+        taken = sample(processes) if len(processes) == num_processes else None
+        if taken is not None:
+            samples.append(taken)
+    process.send_signal(signal.SIGTERM)
+    process.wait(_END_S)
+    left = descendants(process.pid)
+    if left:
+        raise RuntimeError(f"processes {left} are left")
+    return samples
+
+
+def growth(values: list[int]) -> float:
+    """Returns the last quarter's median over the second quarter's, less one."""
+    quarter = len(values) // 4
+    early = statistics.median(values[quarter : 2 * quarter])
+    return statistics.median(values[-quarter:]) / early - 1
+
+
+def main() -> int:
+    """Soaks, prints and records."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--chaos", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = pathlib.Path(directory)
+        config = RunConfig(
+            out=str(place / "run"),
+            model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=4),
+            data=DataConfig(
+                sources=(SourceConfig(place=prepare_sample(place)),), context_length=32
+            ),
+            training=StepConfig(steps=10**7, batch_size=8),
+            parallel=ParallelConfig(strategy="sharded", device="cpu", timeout_s=60),
+            checkpoint=CheckpointConfig(every_steps=100),
+            evaluation=EvaluationConfig(sequences=0),
+            logging=LoggingConfig(every_steps=100),
+        )
+        path = place / "run.toml"
+        path.write_text(encode_config(config), encoding="utf-8")
+        paceline = [sys.executable, "-m", "paceline"]
+        command = [*paceline, "train", str(path), "--ranks", str(arguments.ranks)]
+        num_processes = arguments.ranks
+        if arguments.chaos:
+            # Its first process is the supervisor, a child like the ranks.
+            num_processes += 1
+            chaos = ["lab", "chaos", "--run", config.out, "--kill-every", "60s", "--every", "90s"]
+            chaos += ["--stop", "5s", "--corrupt", "--no-restart", "--for", "10h", "--"]
+            command = [*paceline, *chaos, *command, "--supervise", "--max-restarts", "1000"]
+        samples = soak(command, place / "log", num_processes, 60 * arguments.minutes)
+        rows = MetricsFile(f"{config.out}/metrics.jsonl").read()
+        steps = [row.step for row in rows if isinstance(row, StepRow)]
+        _, findings = audit_run(pathlib.Path(config.out))
+        memory = growth([each.memory_bytes for each in samples])
+        descriptors = growth([each.descriptors for each in samples])
+        print(f"{len(samples)} samples, {max(steps):,} steps, memory {memory:+.2%}", flush=True)
+        for finding in findings:
+            print(finding)
+        is_lost = memory > _MOST_GROWTH or descriptors > 0 or bool(findings)
+        record_fault(
+            arguments.store,
+            subject="soak with chaos" if arguments.chaos else "soak",
+            fault="time",
+            num_tried=1,
+            num_lost=int(is_lost),
+            case={"strategy": "sharded", "world_size": arguments.ranks},
+            metrics={
+                "time_s": 60 * arguments.minutes,
+                "num_steps": max(steps),
+                "memory_bytes": [float(each.memory_bytes) for each in samples],
+                "memory_growth": memory,
+                "descriptors": [float(each.descriptors) for each in samples],
+                "descriptor_growth": descriptors,
+            },
+        )
+    return int(is_lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
