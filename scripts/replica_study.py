@@ -122,7 +122,8 @@ def study(run: Run, arguments: argparse.Namespace) -> tuple[list[float], list[fl
             continue
         os.kill(chance.choice(replicas), signal.SIGKILL)
         run.wait(lambda: run.num_live() < arguments.replicas)
-        # The first step without the lost one is the longest since then.
+        # That is said before the first step without the lost one, which is the longest.
+        run.wait(has_more_than(run.num_steps()))
         paused = max(row.step_time_s for row in run.rows()[-20:] if isinstance(row, StepRow))
         seconds = run.wait(lambda: run.num_live() == arguments.replicas)
         paused_s.append(paused)
