@@ -3,7 +3,9 @@
 Sources: the sizes small to 10B are those of the Stanford CS336 systems hand-outs (2025 and
 2026), xxl is that of its communication accounting problem, where attention, embeddings and
 output layer are left out and a feed-forward layer is two plain matrices. bytes-34M is our own.
-Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1.
+Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1. Llama 2: Touvron
+et al. 2023 and the config.json of its weights. Mistral: Jiang et al. 2023, table 1. megatron: the
+two largest of Korthikanti et al. 2022, table 3.
 """
 
 from typing import Any
@@ -20,6 +22,14 @@ def _shape(*dimensions: int, **others: Any) -> ModelShape:
 
 
 _LLAMA3 = {"num_kv_heads": 8, "max_context_length": 8192, "rope_theta": 500_000.0}
+_LLAMA2 = {"max_context_length": 4096}
+_MEGATRON: dict[str, Any] = {
+    "feed_forward": "gelu",
+    "norm": "layernorm",
+    "positions": "learned",
+    "biases": True,
+    "tied_embeddings": True,
+}
 _PRESETS: dict[str, ModelShape] = {
     "small": _shape(10_000, 768, 3072, 12, 12),
     "medium": _shape(10_000, 1024, 4096, 24, 16),
@@ -35,20 +45,24 @@ _PRESETS: dict[str, ModelShape] = {
     "llama3-8B": _shape(128_256, 4096, 14336, 32, 32, **_LLAMA3),
     "llama3-70B": _shape(128_256, 8192, 28672, 80, 64, **_LLAMA3),
     "llama3-405B": _shape(128_256, 16384, 53248, 126, 128, **_LLAMA3),
-    "gpt3-175B": _shape(
-        *(50_257, 12288, 49152, 96, 96),
-        feed_forward="gelu",
-        norm="layernorm",
-        positions="learned",
-        biases=True,
-        tied_embeddings=True,
-    ),
+    "llama2-7B": _shape(32_000, 4096, 11008, 32, 32, **_LLAMA2),
+    "llama2-13B": _shape(32_000, 5120, 13824, 40, 40, **_LLAMA2),
+    "llama2-70B": _shape(32_000, 8192, 28672, 80, 64, num_kv_heads=8, **_LLAMA2),
+    "mistral-7B": _shape(32_000, 4096, 14336, 32, 32, num_kv_heads=8, max_context_length=8192),
+    "gpt3-175B": _shape(50_257, 12288, 49152, 96, 96, **_MEGATRON),
+    "megatron-530B": _shape(51_200, 20480, 81920, 105, 128, **_MEGATRON),
+    "megatron-1T": _shape(51_200, 25600, 102400, 128, 160, **_MEGATRON),
 }
 
 
 def preset_names() -> tuple[str, ...]:
     """Returns the names that `model_preset` knows, smallest family first."""
     return tuple(_PRESETS)
+
+
+def preset_spelling(name: str) -> str:
+    """Returns a preset's own spelling of a name that differs in case only; others as they are."""
+    return next((each for each in _PRESETS if each.lower() == name.lower()), name)
 
 
 def model_preset(name: str) -> ModelShape:

@@ -1,14 +1,29 @@
-"""A plan becomes a config: what `paceline plan step` has predicted is what is trained."""
+"""A plan becomes a config: what `paceline plan step` or `plan search` has found is trained."""
 
 import dataclasses
 import math
 import os
+import pathlib
 
-from paceline.core.errors import UsageError
+import msgspec
+
+from paceline.core import plan as core_plan
+from paceline.core.errors import RecordError, UsageError
 from paceline.core.presets import model_preset
+from paceline.core.specs import ModelShape, require_buildable
+from paceline.core.strategies import StrategyName
 from paceline.prediction.records import STEP
-from paceline.records import Record, RecordStore
+from paceline.records import Record, RecordStore, decode_plan
+from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import PREDICTION
+
+_STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
+    "none": "bucketed",
+    "optimizer": "sharded_optimizer",
+    "gradients": "sharded",
+    "parameters": "fully_sharded",
+}
+"""Which of our strategies shards what."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,17 +37,97 @@ class Plan:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads predictions, and takes the one that trains on most tokens per second.
+    """Reads a searched plan, or predictions, of which it takes the one with most tokens per second.
 
     Args:
-        path: A file of records, such as ``paceline plan step --json`` prints.
+        path: The plan.json of ``paceline plan search --out``, or a file of records, such as
+            ``paceline plan step --json`` prints.
     """
+    searched = _searched(pathlib.Path(path))
+    if searched is not None:
+        return _searched_plan(searched, os.fspath(path))
     predictions = [record for record in RecordStore(path).read() if _is_step(record)]
     if not predictions:
         raise UsageError(
             f"{os.fspath(path)}: no predicted step in it; paceline plan step --json makes one"
         )
     return _plan(max(predictions, key=_tokens_per_second))
+
+
+def _searched(path: pathlib.Path) -> core_plan.Plan | None:
+    """Returns the plan in a file, or None where it holds something else, such as records."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(
+            f"{path}: {error.strerror}; paceline plan search --runnable --out makes a plan"
+        ) from error
+    try:
+        raw = msgspec.json.decode(data)
+    except UNDECODABLE:
+        return None
+    is_plan = isinstance(raw, dict) and "layout" in raw
+    return decode_plan(data, str(path)) if is_plan else None
+
+
+def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
+    layout, batch = plan.layout, plan.batch
+    _require_runnable(layout, where)
+    require_buildable(plan.model)
+    world_size = layout.world_size
+    precision = "float32" if plan.precision.compute == "float32" else "bfloat16"
+    changes = [
+        *_dimensions(plan.model),
+        f'model.activation_checkpointing="{layout.activation_checkpointing}"',
+        f"data.context_length={batch.context_length}",
+        f"training.micro_batch_size={batch.num_sequences}",
+        f"training.batch_size={batch.num_sequences * batch.accumulation_steps * world_size}",
+        f'training.precision="{precision}"',
+    ]
+    if world_size > 1:
+        changes.append(f'parallel.strategy="{_STRATEGIES[layout.sharding]}"')
+    if layout.bucket_size_mb is not None:
+        changes.append(f"parallel.bucket_size_mb={layout.bucket_size_mb}")
+    if STEP not in plan.predictions:
+        raise UsageError(f"{where}: no prediction of {STEP} in it; paceline plan search makes one")
+    step_time_s = plan.predictions[STEP].value
+    return Plan(changes=tuple(changes), world_size=world_size, step_time_s=step_time_s)
+
+
+def _require_runnable(layout: core_plan.ParallelLayout, where: str) -> None:
+    """Refuses what our trainer has no strategy for."""
+    axes = {axis: getattr(layout, axis) for axis in ("tensor", "context", "pipeline")}
+    if layout.replicate > 1 and layout.shard > 1:
+        axes |= {"replicate": layout.replicate, "shard": layout.shard}
+    unknown = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
+    if layout.activation_checkpointing == "selective":
+        unknown.append("selective recomputation")
+    if unknown:
+        raise UsageError(
+            f"{where}: {', '.join(unknown)}: paceline train is data-parallel; paceline plan search "
+            "--runnable finds such a layout, and --out writes files for torchtitan and Megatron-LM"
+        )
+
+
+def _dimensions(shape: ModelShape) -> list[str]:
+    """Returns a model as changes to whatever preset a config names."""
+    numbers = {
+        "vocab_size": shape.vocab_size,
+        "d_model": shape.d_model,
+        "d_ff": shape.d_ff,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "max_context_length": shape.max_context_length,
+        "rope_theta": shape.rope_theta,
+        "norm_epsilon": shape.norm_epsilon,
+    }
+    tied = "true" if shape.tied_embeddings else "false"
+    return [
+        *(f"model.{name}={value}" for name, value in numbers.items()),
+        f"model.tied_embeddings={tied}",
+    ]
 
 
 def _is_step(record: Record) -> bool:

@@ -2,6 +2,7 @@ import pytest
 
 from paceline.accounting import count_parameters
 from paceline.core import UsageError, model_preset, preset_names
+from paceline.core.presets import preset_spelling
 
 PARAMETERS = {
     "small": 128_625_408,
@@ -17,7 +18,13 @@ PARAMETERS = {
     "llama3-8B": 8_030_261_248,
     "llama3-70B": 70_553_706_496,
     "llama3-405B": 405_853_388_800,
+    "llama2-7B": 6_738_415_616,
+    "llama2-13B": 13_015_864_320,
+    "llama2-70B": 68_976_648_192,
+    "mistral-7B": 7_241_732_096,
     "gpt3-175B": 174_604_259_328,
+    "megatron-530B": 529_600_819_200,
+    "megatron-1T": 1_008_038_758_400,
 }
 
 
@@ -33,3 +40,8 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         model_preset("Llama3-8b")
     with pytest.raises(UsageError, match="known: small"):
         model_preset("zzz")
+
+
+def test_a_command_line_need_not_match_the_case() -> None:
+    assert preset_spelling("LLAMA3-70b") == "llama3-70B"
+    assert preset_spelling("smal") == "smal"

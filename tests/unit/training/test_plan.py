@@ -2,8 +2,9 @@ import pathlib
 
 import pytest
 
-from paceline.core.errors import UsageError
-from paceline.records import RecordStore
+from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_preset, precision_preset
+from paceline.core.errors import PacelineError, UsageError
+from paceline.records import RecordStore, encode_plan
 from paceline.records.kinds import PREDICTION
 from paceline.training.plan import read_plan
 from tests.unit.record_factory import make_record
@@ -47,3 +48,54 @@ def test_a_file_without_predictions_is_refused(tmp_path: pathlib.Path) -> None:
     RecordStore(path).append(make_record("ddp", {"step_time_s": 1.0}))
     with pytest.raises(UsageError, match="no predicted step"):
         read_plan(path)
+
+
+def _searched(path: pathlib.Path, layout: ParallelLayout) -> pathlib.Path:
+    plan = Plan(
+        model=model_preset("bytes-6M"),
+        batch=BatchShape(num_sequences=2, context_length=128, accumulation_steps=4),
+        precision=precision_preset("bfloat16"),
+        layout=layout,
+        hardware="h100-sxm",
+        predictions={"step_time_s": Estimate(value=0.5)},
+    )
+    path.write_bytes(encode_plan(plan))
+    return path
+
+
+def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
+    layout = ParallelLayout(shard=4, sharding="gradients", activation_checkpointing="full")
+    plan = read_plan(_searched(tmp_path / "plan.json", layout))
+    assert (plan.world_size, plan.step_time_s) == (4, 0.5)
+    assert set(plan.changes) >= {
+        "model.num_layers=6",
+        "model.d_model=256",
+        "model.num_kv_heads=4",
+        'model.activation_checkpointing="full"',
+        "data.context_length=128",
+        "training.micro_batch_size=2",
+        "training.batch_size=32",
+        'training.precision="bfloat16"',
+        'parallel.strategy="sharded"',
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tensor=2),
+        ParallelLayout(pipeline=2),
+        ParallelLayout(replicate=2, shard=2, sharding="parameters"),
+        ParallelLayout(replicate=2, activation_checkpointing="selective"),
+    ],
+)
+def test_a_layout_that_the_trainer_does_not_know_is_refused(
+    tmp_path: pathlib.Path, layout: ParallelLayout
+) -> None:
+    with pytest.raises(UsageError, match="--runnable finds such a layout"):
+        read_plan(_searched(tmp_path / "plan.json", layout))
+
+
+def test_a_plan_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(PacelineError, match="plan search --runnable --out makes a plan"):
+        read_plan(tmp_path / "plan.json")

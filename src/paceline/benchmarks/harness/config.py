@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from paceline.core.errors import UsageError
-from paceline.core.presets import model_preset, preset_names
+from paceline.core.presets import model_preset, preset_names, preset_spelling
 from paceline.core.specs import ModelShape
 from paceline.core.strategies import StrategyName, find_strategy
 
@@ -29,7 +29,7 @@ def listed(
     )
 
 
-ModelName = Annotated[str, listed(preset_names())]
+ModelName = Annotated[str, listed(preset_names(), preset_spelling)]
 """A preset's name; a misspelt one gets a suggestion, which a choice of the parser would not."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
 """A strategy's name, with a suggestion as well: zero2 is sharded."""

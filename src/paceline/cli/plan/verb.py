@@ -11,6 +11,7 @@ import tyro
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
 from paceline.cli.plan.goodput import GoodputCommand
+from paceline.cli.plan.search import SearchCommand
 from paceline.cli.plan.step import BacktestCommand, PlanStepCommand
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
@@ -150,6 +151,7 @@ class PlanCommand:
         | Annotated[PlanStepCommand, tyro.conf.subcommand("step")]
         | Annotated[BacktestCommand, tyro.conf.subcommand("backtest")]
         | Annotated[GoodputCommand, tyro.conf.subcommand("goodput")]
+        | Annotated[SearchCommand, tyro.conf.subcommand("search")]
     )
 
     def run(self) -> int:

@@ -1,0 +1,176 @@
+"""``paceline plan search``: the layout to run, of all that there are."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING
+
+import tyro
+
+from paceline.benchmarks.harness.config import ModelName
+from paceline.cli.output import Flat, OutputOptions, print_json, require_figure, say, stdout_console
+from paceline.cli.plan.quantities import parse_count
+from paceline.cli.plan.search_options import ClusterOptions
+from paceline.core.errors import UsageError
+from paceline.core.presets import model_preset
+
+if TYPE_CHECKING:
+    from paceline.planner.search.advice import Change, FrontPoint
+    from paceline.planner.search.compare import Comparison
+    from paceline.planner.search.run_estimate import RunEstimate
+    from paceline.planner.search.search import SearchResult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchCommand:
+    """Find the fastest layout: every axis, exactly, with what bounds it and what would help.
+
+    All layouts that divide the model, the batch and the devices are evaluated; the best of each
+    mesh of tensor, context and pipeline ranks is shown.
+    """
+
+    model: ModelName = "llama3-8B"
+    """A preset."""
+    devices: int = 64
+    """Devices that are held."""
+    cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
+    tokens: str | None = None
+    """Tokens of the whole run, such as 1e12 or 15T: adds days with goodput, and device-hours."""
+    top: int = 8
+    """Layouts to show."""
+    compare: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Why not another: fields of a layout, such as tp=8,pp=2 (also dp, replicate, shard, sp, cp,
+    vp, zero, micro, recompute)."""
+    runnable: bool = False
+    """Only what Paceline's own trainer runs: data-parallel strategies and ZeRO stages."""
+    advice: bool = True
+    """Search again with one thing changed, to see what would help."""
+    figure: pathlib.Path | None = None
+    """Also draw days against device-hours for several numbers of devices: .png or .svg."""
+    out: pathlib.Path | None = None
+    """Directory for plan.json, torchtitan.toml, megatron.args and commands.sh of the best."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.top < 1:
+            raise UsageError("--devices and --top must be at least 1")
+        require_figure(self.figure)
+
+    def run(self) -> int:
+        """Searches, and prints the best layouts."""
+        from paceline.planner.search.advice import variations, what_helps
+        from paceline.planner.search.compare import compare
+        from paceline.planner.search.search import search
+
+        shape = model_preset(self.model)
+        question = self.cluster.question(shape, self.devices, runnable=self.runnable)
+        costs, peak = self.cluster.costs(), self.cluster.peak_flops()
+        tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
+        result = search(question, costs, top=self.top, peak_flops=peak)
+        runs = (
+            None
+            if tokens is None
+            else [self._run_of(result, place, tokens) for place in range(len(result.choices))]
+        )
+        compared = [compare(each, result.best, question, costs, peak) for each in self.compare]
+        changes: list[Change] = []
+        if self.advice:
+            offered = variations(question, costs, self.cluster.lower_precision())
+            changes = what_helps(result.best, question, offered)
+        if self.output.json:
+            self._print_json(result, runs, compared, changes)
+        else:
+            self._print_tables(result, runs, compared, changes)
+        if self.figure is not None:
+            self._draw(result, tokens)
+        if self.out is not None:
+            self._export(result)
+        return 0
+
+    def _run_of(self, result: "SearchResult", place: int, tokens: float) -> "RunEstimate":
+        from paceline.planner.search.run_estimate import estimate_run
+
+        return estimate_run(
+            result.choices[place],
+            result.question.shape,
+            tokens=tokens,
+            held_devices=self.devices,
+            price=self.cluster.price,
+            device_interval_h=self.cluster.failure_interval_h,
+        )
+
+    def _print_tables(
+        self,
+        result: "SearchResult",
+        runs: "list[RunEstimate] | None",
+        compared: "list[Comparison]",
+        changes: "list[Change]",
+    ) -> None:
+        from paceline.reports.tables.planning.search import (
+            advice_table,
+            comparison_table,
+            run_lines,
+            search_table,
+        )
+
+        console = stdout_console()
+        notes = [result.costs.note] if runs is None else [*run_lines(runs[0]), result.costs.note]
+        console.print(search_table(result, runs, notes))
+        for comparison in compared:
+            console.print(comparison_table(comparison))
+        if changes:
+            console.print(advice_table(changes))
+
+    def _print_json(
+        self,
+        result: "SearchResult",
+        runs: "list[RunEstimate] | None",
+        compared: "list[Comparison]",
+        changes: "list[Change]",
+    ) -> None:
+        from paceline.planner.search.compare import not_told_apart
+
+        print_json(
+            {
+                "kind": "search",
+                "model": self.model,
+                "devices": self.devices,
+                "device": self.cluster.device,
+                "calibration": result.costs.name,
+                "candidates": result.num_candidates,
+                "fitting": result.num_fitting,
+                "elapsed_s": result.elapsed_s,
+                "not_told_apart": not_told_apart(result.choices),
+            }
+        )
+        for place, choice in enumerate(result.choices):
+            run = None if runs is None else runs[place]
+            row = {"kind": "layout", "rank": place + 1, "name": choice.name, "bound": choice.bound}
+            row |= {"bubble": choice.bubble_share, "exposed": choice.exposed_share}
+            print_json(row | {"choice": choice, "run": run})
+        for comparison in compared:
+            print_json({"kind": "comparison", "reason": comparison.reason, "pair": comparison})
+        for change in changes:
+            print_json({"kind": "change", "change": change})
+
+    def _draw(self, result: "SearchResult", tokens: float | None) -> None:
+        from paceline.planner.search.advice import front
+        from paceline.reports.plots.planning.search import plot_front
+        from paceline.reports.plots.style import save_as
+
+        points: list[FrontPoint] = front(result.question, result.costs)
+        shown = 1e12 if tokens is None else tokens
+        subtitle = (
+            f"{self.model}, {shown:.3g} tokens, batch of {result.question.tokens_per_step:,}, "
+            f"{self.cluster.device}: the best layout of each number of devices"
+        )
+        assert self.figure is not None
+        save_as(plot_front(points, shown, subtitle), self.figure)
+
+    def _export(self, result: "SearchResult") -> None:
+        from paceline.planner.search.exports.write import write_exports
+
+        assert self.out is not None
+        paths = write_exports(
+            self.out, result.best, result.question, self.cluster.device, is_runnable=self.runnable
+        )
+        say(f"wrote {', '.join(map(str, paths))}")

@@ -1,0 +1,141 @@
+"""What would help: the search again with one thing changed, and the front of time and cost."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from paceline.planner.search.choice import Choice
+from paceline.planner.search.costs import Costs
+from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.search import NoLayoutError, search
+
+_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variation:
+    """The question, or what the cluster reaches, with one thing changed."""
+
+    what: str
+    question: SearchQuestion
+    costs: Costs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing that is different, and what it brings."""
+
+    what: str
+    choice: Choice
+    speedup: float
+    """Tokens per second over those of the best layout as it is."""
+    device_hours: float
+    """Device-hours for the same tokens, over those as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrontPoint:
+    """The best layout of a number of devices."""
+
+    devices: int
+    choice: Choice
+    seconds_per_token: float
+    device_seconds_per_token: float
+    on_front: bool
+    """Whether no other number of devices is both faster and cheaper."""
+
+
+def variations(
+    question: SearchQuestion, costs: Costs, lower_precision: Costs | None = None
+) -> Iterator[Variation]:
+    """Yields what could be changed.
+
+    Args:
+        question: What was searched.
+        costs: What devices and links reach.
+        lower_precision: The same with matmuls in the next lower precision, if devices have one.
+    """
+
+    def asked(what: str, **changes: object) -> Variation:
+        return Variation(
+            what=what,
+            question=dataclasses.replace(question, **changes),  # type: ignore[arg-type]
+            costs=costs,
+        )
+
+    count, batch = question.num_devices, question.global_batch
+    yield asked(f"{2 * count:,} devices", num_devices=2 * count)
+    if count > 1:
+        yield asked(f"{count // 2:,} devices", num_devices=count // 2)
+    tokens = 2 * batch * question.context_length
+    yield asked(f"a batch twice as large ({tokens / 2**20:.3g}M tokens)", global_batch=2 * batch)
+    if lower_precision is not None:
+        name = "float8 matmuls"
+        yield Variation(what=name, question=question, costs=lower_precision)
+    if count > question.devices_per_host:
+        faster = costs.with_network(2 * costs.network_bytes_per_s)
+        yield Variation(what="a network twice as fast", question=question, costs=faster)
+    yield asked("twice the memory per device", memory_bytes=2 * question.memory_bytes)
+
+
+def what_helps(
+    best: Choice, question: SearchQuestion, offered: Iterator[Variation]
+) -> list[Change]:
+    """Searches again with each change; those under which no layout fits are left out."""
+    changes = []
+    for variation in offered:
+        try:
+            found = search(variation.question, variation.costs, top=1).best
+        except NoLayoutError:
+            continue
+        speedup = found.tokens_per_s / best.tokens_per_s
+        more_devices = variation.question.num_devices / question.num_devices
+        changes.append(
+            Change(
+                what=variation.what,
+                choice=found,
+                speedup=speedup,
+                device_hours=more_devices / speedup,
+            )
+        )
+    return sorted(changes, key=lambda change: -change.speedup)
+
+
+def front(
+    question: SearchQuestion, costs: Costs, peak_flops: float | None = None
+) -> list[FrontPoint]:
+    """Returns the best layout from an eighth of the devices to eight times as many."""
+    counts = [
+        math.floor(question.num_devices * factor)
+        for factor in _FACTORS
+        if question.num_devices * factor >= 1
+    ]
+    return pareto(question, costs, sorted(set(counts)), peak_flops)
+
+
+def pareto(
+    question: SearchQuestion, costs: Costs, counts: Sequence[int], peak_flops: float | None = None
+) -> list[FrontPoint]:
+    """Returns the best layout of each number of devices that has one, and whether it pays."""
+    found: list[tuple[int, Choice]] = []
+    for count in counts:
+        asked = dataclasses.replace(question, num_devices=count)
+        try:
+            found.append((count, search(asked, costs, top=1, peak_flops=peak_flops).best))
+        except NoLayoutError:
+            continue
+    times = [1 / choice.tokens_per_s for _, choice in found]
+    prices = [count * seconds for (count, _), seconds in zip(found, times, strict=True)]
+    return [
+        FrontPoint(
+            devices=count,
+            choice=choice,
+            seconds_per_token=seconds,
+            device_seconds_per_token=price,
+            on_front=not any(
+                time <= seconds and other <= price and (time, other) != (seconds, price)
+                for time, other in zip(times, prices, strict=True)
+            ),
+        )
+        for (count, choice), seconds, price in zip(found, times, prices, strict=True)
+    ]

@@ -1,0 +1,232 @@
+"""Every layout that divides the model, the batch and the devices, in chunks of arrays.
+
+A mesh of t tensor, c context, p pipeline and d data-parallel ranks is a candidate if
+
+    t   divides the heads, the key-value heads and the feed-forward width
+    c   divides a sequence into 2c equal parts, as balanced causal attention needs
+    p   divides the layers, or the layers with embedding and output layer counted as one each
+    d   divides the sequences of a step
+
+and t c p d devices are at most those that are held, whole hosts, and no fewer than a given share.
+Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage; micro-batches that
+divide a rank's sequences; interleaved parts of a stage, where micro-batches come in whole rounds of
+p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
+from paceline.planner.search.question import SearchQuestion
+
+CHUNK = 65_536
+"""Candidates that are evaluated at a time: few enough for arrays to stay in the cache."""
+_FIELDS = (
+    *("replicate", "shard", "stage", "micro_batch", "num_micro_batches", "pipeline_interleave"),
+    *("sequence_parallel", "checkpointing", "tensor", "context", "pipeline"),
+)
+_LAYOUT_FIELDS = tuple(field for field in _FIELDS if "micro" not in field)
+_RUNNABLE_CHECKPOINTING = (CHECKPOINTING["none"], CHECKPOINTING["full"])
+
+
+class Mesh(NamedTuple):
+    """Sizes of the axes that decide which groups of ranks there are."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all axes together."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Layouts with their micro-batches, one array per field."""
+
+    layouts: Layouts
+    micro_batch: Integers
+    """Sequences in one forward pass."""
+    num_micro_batches: Integers
+    """Passes per step."""
+
+    def __len__(self) -> int:
+        return len(self.micro_batch)
+
+    def take(self, chosen: np.ndarray) -> "Candidates":
+        """Returns those at these places, or where a mask is true."""
+        fields = {name: getattr(self.layouts, name)[chosen] for name in _LAYOUT_FIELDS}
+        return Candidates(
+            layouts=dataclasses.replace(self.layouts, **fields),
+            micro_batch=self.micro_batch[chosen],
+            num_micro_batches=self.num_micro_batches[chosen],
+        )
+
+    @property
+    def num_devices(self) -> Integers:
+        """Devices that each uses."""
+        layouts = self.layouts
+        model = layouts.tensor * layouts.context * layouts.pipeline
+        return np.asarray(model * layouts.replicate * layouts.shard)
+
+    @property
+    def columns(self) -> np.ndarray:
+        """One column per candidate, from which `candidates_of` makes them again."""
+        batch = {"micro_batch": self.micro_batch, "num_micro_batches": self.num_micro_batches}
+        return np.stack(
+            [batch[name] if name in batch else getattr(self.layouts, name) for name in _FIELDS]
+        ).astype(np.int64)
+
+
+def candidates_of(columns: np.ndarray) -> Candidates:
+    """Makes candidates of columns of numbers."""
+    fields = dict(zip(_FIELDS, columns, strict=True))
+    micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
+    fields["sequence_parallel"] = fields["sequence_parallel"].astype(bool)
+    return Candidates(layouts=Layouts(**fields), micro_batch=micro_batch, num_micro_batches=passes)
+
+
+def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[Candidates]:
+    """Yields every candidate once, in chunks of at least so many but for the last."""
+    blocks: list[np.ndarray] = []
+    size = 0
+    for mesh in meshes(question):
+        block = _variants(question, mesh)
+        blocks.append(block)
+        size += block.shape[1]
+        if size >= chunk:
+            yield candidates_of(np.concatenate(blocks, axis=1))
+            blocks, size = [], 0
+    if size:
+        yield candidates_of(np.concatenate(blocks, axis=1))
+
+
+def meshes(question: SearchQuestion) -> Iterator[Mesh]:
+    """Yields every mesh that divides heads, layers, sequences, batch and devices."""
+    least = question.least_used * question.num_devices
+    host = question.devices_per_host if question.num_devices >= question.devices_per_host else 1
+    for tensor in _sizes(question, "tensor", tensor_sizes(question)):
+        for context in _sizes(question, "context", context_sizes(question)):
+            for pipeline in _sizes(question, "pipeline", pipeline_sizes(question)):
+                for data in _sizes(question, "data_parallel", divisors(question.global_batch)):
+                    mesh = Mesh(tensor, context, pipeline, data)
+                    used = mesh.num_devices
+                    if least <= used <= question.num_devices and used % host == 0:
+                        yield mesh
+
+
+def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
+    """Returns the tensor ranks that divide every matrix of the model."""
+    shape = question.shape
+    return (
+        ()
+        if question.runnable
+        else divisors(math.gcd(shape.num_heads, shape.key_value_heads, shape.d_ff))
+    )
+
+
+def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
+    """Returns the context ranks over which a sequence is divided evenly."""
+    if question.runnable or not question.shape.num_heads:
+        return ()
+    length = question.context_length
+    return tuple(size for size in divisors(length) if size == 1 or length % (2 * size) == 0)
+
+
+def pipeline_sizes(question: SearchQuestion) -> tuple[int, ...]:
+    """Returns the stages over which the layers are divided evenly."""
+    layers = question.shape.num_layers
+    return (
+        ()
+        if question.runnable
+        else tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
+    )
+
+
+def divides_layers(num_layers: int, stages: int) -> bool:
+    """Whether stages divide the layers, with or without embedding and output layer as layers."""
+    return num_layers % stages == 0 or (num_layers + 2) % stages == 0
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Returns what divides a number, the smallest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(small + [number // each for each in reversed(small) if each * each != number])
+
+
+def _sizes(question: SearchQuestion, field: str, sizes: Sequence[int]) -> Sequence[int]:
+    """Returns the sizes of an axis, 1 if there are none, as far as they are not given."""
+    sizes = sizes or (1,)
+    fixed = question.fixed.get(field)
+    return sizes if fixed is None else tuple(size for size in sizes if size == fixed)
+
+
+def _variants(question: SearchQuestion, mesh: Mesh) -> np.ndarray:
+    """Returns one column per way to shard, to cut the batch, and to recompute on a mesh."""
+    shardings = _allowed(question, _shardings(question, mesh), ("replicate", "shard", "stage"))
+    passes = _allowed(
+        question,
+        _passes(question, mesh),
+        ("micro_batch", "num_micro_batches", "pipeline_interleave"),
+    )
+    streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
+    kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
+    recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
+    parts = (shardings, passes, streams, recomputed)
+    shape = tuple(part.shape[1] for part in parts)
+    places = np.unravel_index(np.arange(math.prod(shape)), shape)
+    varying = [part[:, place] for part, place in zip(parts, places, strict=True)]
+    axes = np.array([[mesh.tensor], [mesh.context], [mesh.pipeline]])
+    return np.concatenate([*varying, np.broadcast_to(axes, (3, math.prod(shape)))])
+
+
+def _allowed(
+    question: SearchQuestion, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
+) -> np.ndarray:
+    """Returns the rows, one per column, in which no field differs from what is given of it."""
+    given: list[Callable[[tuple[int, ...]], bool]] = [
+        lambda row, place=place, value=question.fixed[field]: row[place] == value  # type: ignore[misc]
+        for place, field in enumerate(fields)
+        if field in question.fixed
+    ]
+    kept = [row for row in rows if all(agrees(row) for agrees in given)]
+    return np.array(kept, dtype=np.int64).reshape(-1, len(fields)).T
+
+
+def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """Returns replicas, shards and ZeRO stage; without shards the stage is 0."""
+    sizes = (mesh.data,) if question.runnable else divisors(mesh.data)
+    stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
+    sharded = [
+        (mesh.data // shard, shard, stage) for shard in sizes if shard > 1 for stage in stages
+    ]
+    return [(mesh.data, 1, 0), *sharded]
+
+
+def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """Returns micro-batch, passes and interleaved parts of a stage."""
+    per_rank = question.global_batch // mesh.data
+    layers, stages = question.shape.num_layers, mesh.pipeline
+    parts = [1]
+    if stages > 1:
+        most = (layers + 2) // stages
+        parts += [each for each in range(2, most + 1) if divides_layers(layers, stages * each)]
+    return [
+        (size, per_rank // size, part)
+        for size in divisors(per_rank)
+        for part in parts
+        if part == 1 or (per_rank // size) % stages == 0
+    ]
+
+
+def _streams(question: SearchQuestion, mesh: Mesh) -> list[tuple[int]]:
+    """Returns whether norms and residuals are split, where they can be."""
+    divides = question.context_length // mesh.context % mesh.tensor == 0
+    return [(0,), (1,)] if mesh.tensor > 1 and divides else [(0,)]

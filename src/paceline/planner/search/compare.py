@@ -1,0 +1,94 @@
+"""Which layouts cannot be told apart, and why one is slower than another."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.planner.cost.memory import layout_memory
+from paceline.planner.search.candidates import Candidates, candidate_chunks
+from paceline.planner.search.choice import Choice, choices
+from paceline.planner.search.costs import Costs
+from paceline.planner.search.question import SearchQuestion, parse_fixed
+from paceline.planner.search.search import NoLayoutError, search
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The best layout beside the best of those with given fields."""
+
+    asked: str
+    """The fields, as they were given."""
+    best: Choice
+    other: Choice
+
+    @property
+    def fits(self) -> bool:
+        """Whether the other layout fits a device."""
+        return self.other.peak_bytes <= self.other.capacity_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a step of the other takes, as a share of the best."""
+        return self.other.step_time_s.value / self.best.step_time_s.value - 1
+
+    @property
+    def reason(self) -> str:
+        """The one thing that speaks most against the other layout."""
+        if not self.fits:
+            missing = self.other.peak_bytes / self.other.capacity_bytes - 1
+            part = max(self.other.memory_bytes, key=self.other.memory_bytes.__getitem__)
+            return f"it needs {missing:.0%} more memory than a device has, most of it for {part}"
+        mine, others = self.best.parts, self.other.parts
+        more = {name: others.get(name, 0.0) - mine.get(name, 0.0) for name in {**mine, **others}}
+        worst = max(more, key=more.__getitem__)
+        if self.slowdown <= 0:
+            return "it is as fast"
+        share = more[worst] / self.best.step_time_s.value
+        return f"a step takes {self.slowdown:.0%} longer, most of it {worst} ({share:+.0%})"
+
+
+def not_told_apart(found: Sequence[Choice]) -> int:
+    """Returns how many of the fastest have an interval that overlaps that of the best."""
+    best = found[0].step_time_s
+    most = best.value if best.high is None else best.high
+    lows = [
+        each.step_time_s.value if each.step_time_s.low is None else each.step_time_s.low
+        for each in found
+    ]
+    return next((place for place, low in enumerate(lows) if low > most), len(lows))
+
+
+def compare(
+    asked: str, best: Choice, question: SearchQuestion, costs: Costs, peak_flops: float | None
+) -> Comparison:
+    """Searches among layouts with these fields only, and beyond the memory if none fits it.
+
+    Args:
+        asked: Fields such as ``tp=8,pp=2``.
+        best: The layout that was chosen.
+        question: What it was chosen for.
+        costs: What devices and links reach.
+        peak_flops: Stated FLOP/s of a device.
+    """
+    fixed = dataclasses.replace(question, fixed=parse_fixed(asked))
+    try:
+        other = search(fixed, costs, top=1, peak_flops=peak_flops).best
+    except NoLayoutError:
+        other = _smallest(fixed, costs, peak_flops)
+    return Comparison(asked=asked, best=best, other=other)
+
+
+def _smallest(question: SearchQuestion, costs: Costs, peak_flops: float | None) -> Choice:
+    """Returns the layout that needs least memory, of those that do not fit."""
+    smallest: tuple[float, Candidates] | None = None
+    for chunk in candidate_chunks(question):
+        workload = question.workload(chunk.micro_batch, chunk.num_micro_batches)
+        memory = np.broadcast_to(layout_memory(chunk.layouts, workload).total, len(chunk))
+        place = int(np.argmin(memory))
+        if smallest is None or memory[place] < smallest[0]:
+            smallest = float(memory[place]), chunk.take(np.array([place]))
+    if smallest is None:
+        # Nothing divides: search says so in its own words.
+        return search(question, costs, top=1).best
+    return choices(smallest[1], question, costs, peak_flops)[0]

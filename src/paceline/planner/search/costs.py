@@ -1,0 +1,70 @@
+"""What the search takes from a calibration, and what stands in where a device has none."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from paceline.core.hardware import Device
+from paceline.core.specs import DType
+from paceline.core.units import GB
+from paceline.planner.cost.layouts import Layouts, Workload
+from paceline.planner.cost.step_time import Cluster
+from paceline.planner.cost.topology import Tier, Tiers
+
+Interval = Callable[[Layouts, Workload], tuple[Any, Any]]
+"""Factors on the predicted time between which the measured one should lie, for many layouts."""
+
+_OF_PEAK = 0.6
+_OF_BANDWIDTH = 0.7
+_NETWORK_BYTES_PER_S = 50 * GB
+_HOST_HOP_S, _NETWORK_HOP_S = 5e-6, 1e-5
+_LOW, _HIGH = 0.7, 1.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What devices and links reach under a framework, and how sure that is."""
+
+    name: str
+    cluster: Cluster
+    hidden: float
+    """Share of a pass that hides communication."""
+    interval: Interval
+    note: str
+    """Where the figures come from, in a line."""
+
+    def with_network(self, bytes_per_s: float) -> "Costs":
+        """Returns the same with another bandwidth between hosts, per device and direction."""
+        *inner, outer = self.cluster.tiers.tiers
+        tiers = Tiers((*inner, dataclasses.replace(outer, bytes_per_s=bytes_per_s)))
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, tiers=tiers))
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Of one device and direction between hosts."""
+        return self.cluster.tiers.tiers[-1].bytes_per_s
+
+
+def assumed_costs(device: Device, dtype: DType, devices_per_host: int = 8) -> Costs:
+    """Returns costs from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s."""
+    host = Tier(
+        name="host",
+        num_devices=devices_per_host,
+        latency_s=_HOST_HOP_S,
+        bytes_per_s=device.links[0].bytes_per_s.value,
+    )
+    network = Tier(
+        name="network", num_devices=None, latency_s=_NETWORK_HOP_S, bytes_per_s=_NETWORK_BYTES_PER_S
+    )
+    return Costs(
+        name="assumed",
+        cluster=Cluster(
+            flops_per_s=_OF_PEAK * device.peak(dtype).value,
+            memory_bytes_per_s=_OF_BANDWIDTH * device.memory_bytes_per_s.value,
+            tiers=Tiers((host, network)),
+        ),
+        hidden=1.0,
+        interval=lambda layouts, workload: (_LOW, _HIGH),
+        note=f"no calibration for {device.name}: 60% of its stated peak, 70% of its memory "
+        "bandwidth and 400 Gbit/s between hosts are assumed, and may be off by a third",
+    )

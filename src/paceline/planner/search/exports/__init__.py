@@ -1,0 +1,1 @@
+"""A layout that was found, as other programs take it."""

@@ -1,0 +1,109 @@
+"""A layout as flags of Megatron-LM's pretrain_gpt.py.
+
+ZeRO-1 is its distributed optimizer; ZeRO-2 and 3 are its own FSDP. A distributed optimizer has one
+instance per replica, and divides states over data and context ranks together. What Megatron does
+otherwise than the layout says comes back as notes.
+"""
+
+from collections.abc import Iterator
+
+from paceline.core.specs import ModelShape
+from paceline.planner.cost.layouts import SHARDING_STAGES
+from paceline.planner.search.choice import Choice
+from paceline.planner.search.question import SearchQuestion
+
+_FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def megatron_flags(choice: Choice, question: SearchQuestion) -> list[str]:
+    """Returns one flag with its value per entry."""
+    return [
+        *_model_flags(question.shape, question.context_length),
+        *_batch_flags(choice, question),
+        *_mesh_flags(choice, question.shape.num_layers),
+        *_sharding_flags(choice),
+        *_recomputation_flags(choice),
+    ]
+
+
+def megatron_notes(choice: Choice, question: SearchQuestion) -> tuple[str, ...]:
+    """Returns what to know before the flags are used."""
+    notes = ["data, learning rate and checkpoints are yours to add"]
+    vocab, tensor = question.shape.vocab_size, choice.layout.tensor
+    if vocab % (128 * tensor):
+        notes.append(f"Megatron pads the vocabulary of {vocab:,} to a multiple of {128 * tensor}")
+    return tuple(notes)
+
+
+def _model_flags(shape: ModelShape, context_length: int) -> Iterator[str]:
+    yield f"--num-layers {shape.num_layers}"
+    yield f"--hidden-size {shape.d_model}"
+    yield f"--ffn-hidden-size {shape.d_ff}"
+    yield f"--num-attention-heads {shape.num_heads}"
+    if shape.head_dim is not None:
+        yield f"--kv-channels {shape.head_dim}"
+    if shape.key_value_heads != shape.num_heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {shape.key_value_heads}"
+    yield f"--seq-length {context_length}"
+    yield f"--max-position-embeddings {max(context_length, shape.max_context_length)}"
+    if shape.feed_forward == "swiglu":
+        yield "--swiglu"
+    if shape.norm == "rmsnorm":
+        yield "--normalization RMSNorm"
+    if shape.positions == "rotary":
+        yield "--position-embedding-type rope"
+        yield f"--rotary-base {shape.rope_theta:.0f}"
+    if not shape.biases:
+        yield "--disable-bias-linear"
+    if not shape.tied_embeddings:
+        yield "--untie-embeddings-and-output-weights"
+
+
+def _batch_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
+    yield f"--micro-batch-size {choice.batch.num_sequences}"
+    yield f"--global-batch-size {question.global_batch}"
+    if question.precision.compute == "bfloat16":
+        yield "--bf16"
+    elif question.precision.compute == "float16":
+        yield "--fp16"
+
+
+def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:
+    layout = choice.layout
+    yield f"--tensor-model-parallel-size {layout.tensor}"
+    if layout.sequence_parallel:
+        yield "--sequence-parallel"
+    yield f"--context-parallel-size {layout.context}"
+    yield f"--pipeline-model-parallel-size {layout.pipeline}"
+    if layout.pipeline_interleave > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {layout.pipeline_interleave}"
+    if num_layers % (layout.pipeline * layout.pipeline_interleave):
+        # The layers divide evenly only with the embedding and the output layer as one each.
+        yield "--account-for-embedding-in-pipeline-split"
+        yield "--account-for-loss-in-pipeline-split"
+
+
+def _sharding_flags(choice: Choice) -> Iterator[str]:
+    stage = SHARDING_STAGES[choice.layout.sharding]
+    if stage == 0:
+        yield "--overlap-grad-reduce"
+        return
+    yield "--use-distributed-optimizer"
+    yield "--overlap-grad-reduce"
+    yield "--overlap-param-gather"
+    if choice.layout.replicate > 1:
+        yield f"--num-distributed-optimizer-instances {choice.layout.replicate}"
+    if stage in _FSDP_STRATEGIES:
+        yield "--use-megatron-fsdp"
+        yield f"--data-parallel-sharding-strategy {_FSDP_STRATEGIES[stage]}"
+
+
+def _recomputation_flags(choice: Choice) -> Iterator[str]:
+    kind = choice.layout.activation_checkpointing
+    if kind == "selective":
+        yield "--recompute-granularity selective"
+    elif kind == "full":
+        yield "--recompute-granularity full"
+        yield "--recompute-method uniform"
+        yield "--recompute-num-layers 1"

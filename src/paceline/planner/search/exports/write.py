@@ -1,0 +1,64 @@
+"""The files of a layout: plan.json, torchtitan.toml, megatron.args, and commands for them."""
+
+import pathlib
+
+from paceline.planner.search.choice import Choice
+from paceline.planner.search.exports.megatron import megatron_flags, megatron_notes
+from paceline.planner.search.exports.paceline_plan import paceline_plan
+from paceline.planner.search.exports.torchtitan import torchtitan_config
+from paceline.planner.search.question import SearchQuestion
+from paceline.records import encode_plan
+
+
+def torchrun_line(choice: Choice, devices_per_host: int, program: str) -> str:
+    """Returns the line that every host runs."""
+    per_host = min(choice.devices, devices_per_host)
+    hosts = -(-choice.devices // per_host)
+    where = (
+        "--standalone" if hosts == 1 else "--rdzv-backend c10d --rdzv-endpoint $FIRST_HOST:29500"
+    )
+    return f"torchrun --nnodes {hosts} --nproc-per-node {per_host} {where} {program}"
+
+
+def write_exports(
+    directory: pathlib.Path,
+    choice: Choice,
+    question: SearchQuestion,
+    hardware: str,
+    *,
+    is_runnable: bool,
+) -> list[pathlib.Path]:
+    """Writes what starts a layout, and returns the files.
+
+    Args:
+        directory: Where to; made if it is not there.
+        choice: The layout.
+        question: What it was chosen for.
+        hardware: Device in the hardware table.
+        is_runnable: Whether Paceline's own trainer runs the layout.
+    """
+    flags = megatron_flags(choice, question)
+    notes = [f"# {note}" for note in megatron_notes(choice, question)]
+    programs = {
+        "torchtitan": "-m torchtitan.train --job.config_file torchtitan.toml",
+        "Megatron-LM": "pretrain_gpt.py $(grep -v '^#' megatron.args)",
+    }
+    if is_runnable:
+        programs = {"Paceline": "-m paceline train run.toml --plan plan.json", **programs}
+    commands = [
+        f"# {name}\n{torchrun_line(choice, question.devices_per_host, program)}\n"
+        for name, program in programs.items()
+    ]
+    texts = {
+        "plan.json": encode_plan(paceline_plan(choice, question, hardware)).decode() + "\n",
+        "torchtitan.toml": torchtitan_config(choice, question),
+        "megatron.args": "\n".join([f"# {choice.name}", *notes, *flags]) + "\n",
+        "commands.sh": "\n".join(commands),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in texts.items():
+        path = directory / name
+        path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths

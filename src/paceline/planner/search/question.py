@@ -1,0 +1,107 @@
+"""What is searched: a model, its batch, the devices, and what a layout must be like."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.specs import DType, ModelShape, Precision, require_at_least
+from paceline.planner.cost.layouts import CHECKPOINTING, Workload
+
+SHORT_NAMES = {
+    "dp": "data_parallel",
+    "replicate": "replicate",
+    "shard": "shard",
+    "tp": "tensor",
+    "sp": "sequence_parallel",
+    "cp": "context",
+    "pp": "pipeline",
+    "vp": "pipeline_interleave",
+    "zero": "stage",
+    "micro": "micro_batch",
+    "recompute": "checkpointing",
+}
+"""What `--compare` and the tables call a field of a layout."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchQuestion:
+    """Which layout trains this model fastest on these devices."""
+
+    shape: ModelShape
+    precision: Precision
+    context_length: int
+    """Tokens of a sequence."""
+    global_batch: int
+    """Sequences of a step, over all ranks."""
+    num_devices: int
+    """Devices that are held; a layout may leave some of them idle."""
+    memory_bytes: float
+    """What one device may hold at the peak of a step."""
+    devices_per_host: int = 8
+    runnable: bool = False
+    """Whether only layouts count that Paceline's own trainer runs."""
+    fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Fields that are given instead of searched, by their name in `SHORT_NAMES`' values."""
+    least_used: float = 0.9
+    """Share of the devices that a layout uses at least: others divide nothing evenly."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "context_length", "global_batch", "num_devices")
+        require_at_least(self, 1, "devices_per_host")
+        if not self.memory_bytes > 0:
+            raise UsageError(f"SearchQuestion.memory_bytes is {self.memory_bytes}; give some")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.global_batch * self.context_length
+
+    def workload(self, micro_batch: Any, num_micro_batches: Any) -> Workload:
+        """Returns what one data-parallel rank does, for arrays of both."""
+        return Workload(
+            shape=self.shape,
+            precision=self.precision,
+            context_length=self.context_length,
+            micro_batch=micro_batch,
+            num_micro_batches=num_micro_batches,
+        )
+
+
+def training_precision(compute: DType, *, autocast: bool = False) -> Precision:
+    """Returns the dtypes of mixed precision: float32 gradients and a float32 copy of weights.
+
+    Args:
+        compute: dtype of matmuls; with float8, everything else is bfloat16.
+        autocast: Whether weights stay in float32 and are cast operation by operation, as
+            Paceline's own trainer does.
+    """
+    if compute == "float32":
+        return Precision()
+    half: DType = "bfloat16" if compute == "float8" else compute
+    if autocast:
+        return Precision(compute=half, autocast=True)
+    return Precision(parameters=half, compute=half, master_weights=True)
+
+
+def parse_fixed(text: str) -> dict[str, int]:
+    """Reads fields of a layout such as ``tp=8,pp=2,recompute=full``."""
+    fixed: dict[str, int] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in SHORT_NAMES:
+            hint = did_you_mean(name, SHORT_NAMES)
+            raise UsageError(f"unknown field {name!r}; {hint}known: {', '.join(SHORT_NAMES)}")
+        fixed[SHORT_NAMES[name]] = _number(name, value)
+    if not fixed:
+        raise UsageError("name fields of a layout, such as tp=8,pp=2")
+    return fixed
+
+
+def _number(name: str, value: str) -> int:
+    if name == "recompute" and value in CHECKPOINTING:
+        return CHECKPOINTING[value]
+    if not value.isdecimal():
+        what = f"one of {', '.join(CHECKPOINTING)}" if name == "recompute" else "a whole number"
+        raise UsageError(f"{name}={value}: give {what}")
+    return int(value)

@@ -1,0 +1,172 @@
+"""The fastest layouts, exactly: every candidate is evaluated, and nothing is sampled or guessed.
+
+Chunk by chunk: memory first, step time of what fits, and of that the best of every mesh (tensor,
+context and pipeline ranks), so that the answer shows different layouts and not variants of one.
+What is kept does not grow with the number of candidates. Of layouts that take equally long the one
+that holds less wins, then the one with fewer techniques.
+"""
+
+import dataclasses
+import heapq
+import time
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape
+from paceline.core.units import format_binary_bytes
+from paceline.planner.cost.memory import layout_memory
+from paceline.planner.cost.step_time import step_time
+from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
+from paceline.planner.search.costs import Costs
+from paceline.planner.search.question import SearchQuestion
+
+_TIE_DIGITS = 9
+
+
+class NoLayoutError(UsageError):
+    """No layout divides what it must, or none fits the memory of a device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The best of every mesh, the fastest first, and how many there were to choose from."""
+
+    question: SearchQuestion
+    costs: Costs
+    choices: tuple[Choice, ...]
+    num_candidates: int
+    num_fitting: int
+    elapsed_s: float
+
+    @property
+    def best(self) -> Choice:
+        """The fastest."""
+        return self.choices[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """The best column of a mesh, ordered as layouts are chosen."""
+
+    rank: tuple[float, ...]
+    column: np.ndarray
+
+
+def search(
+    question: SearchQuestion, costs: Costs, *, top: int = 10, peak_flops: float | None = None
+) -> SearchResult:
+    """Evaluates every candidate and returns the fastest.
+
+    Args:
+        question: What is searched.
+        costs: What devices and links reach.
+        top: How many meshes are returned, at most.
+        peak_flops: Stated FLOP/s of a device, for MFU.
+    """
+    began = time.perf_counter()
+    kept: dict[tuple[int, ...], _Kept] = {}
+    num_candidates = num_fitting = 0
+    smallest: tuple[float, np.ndarray] | None = None
+    for chunk in candidate_chunks(question):
+        num_candidates += len(chunk)
+        workload = question.workload(chunk.micro_batch, chunk.num_micro_batches)
+        memory = np.broadcast_to(layout_memory(chunk.layouts, workload).total, len(chunk))
+        fits = memory <= question.memory_bytes
+        if not fits.any():
+            place = int(np.argmin(memory))
+            if smallest is None or memory[place] < smallest[0]:
+                smallest = float(memory[place]), chunk.columns[:, place]
+            continue
+        num_fitting += int(fits.sum())
+        _keep(kept, chunk.take(fits), memory[fits], question, costs, top)
+    if not kept:
+        _raise_none(question, num_candidates, smallest)
+    best = heapq.nsmallest(top, kept.values(), key=lambda each: each.rank)
+    found = candidates_of(np.stack([each.column for each in best], axis=1))
+    return SearchResult(
+        question=question,
+        costs=costs,
+        choices=tuple(choices(found, question, costs, peak_flops)),
+        num_candidates=num_candidates,
+        num_fitting=num_fitting,
+        elapsed_s=time.perf_counter() - began,
+    )
+
+
+def _keep(
+    kept: dict[tuple[int, ...], _Kept],
+    fitting: Candidates,
+    memory: np.ndarray,
+    question: SearchQuestion,
+    costs: Costs,
+    top: int,
+) -> None:
+    """Puts the best of every mesh of a chunk among those that are kept."""
+    workload = question.workload(fitting.micro_batch, fitting.num_micro_batches)
+    predicted = step_time(fitting.layouts, workload, costs.cluster, hidden=costs.hidden)
+    seconds = np.broadcast_to(predicted.total_s, len(fitting))
+    if len(kept) >= top:
+        # What is slower than the last of those that will be shown can only be in the way.
+        slowest = heapq.nsmallest(top, kept.values(), key=lambda each: each.rank)[-1].rank[0]
+        near = np.round(np.log(seconds), _TIE_DIGITS) <= slowest
+        fitting, memory, seconds = fitting.take(near), memory[near], seconds[near]
+    if not len(fitting):
+        return
+    rounded = np.round(np.log(seconds), _TIE_DIGITS)
+    layouts = fitting.layouts
+    techniques = (
+        *(memory, layouts.checkpointing, layouts.stage, layouts.pipeline_interleave),
+        *(layouts.sequence_parallel, layouts.shard),
+    )
+    order = np.lexsort((*reversed(techniques), rounded))
+    columns = fitting.columns
+    meshes = np.stack([layouts.tensor, layouts.context, layouts.pipeline])[:, order]
+    _, firsts = np.unique(meshes, axis=1, return_index=True)
+    for first in firsts:
+        place = int(order[first])
+        rank: tuple[Any, ...] = (rounded[place], *(float(each[place]) for each in techniques))
+        mesh = tuple(int(size) for size in meshes[:, first])
+        if mesh not in kept or rank < kept[mesh].rank:
+            kept[mesh] = _Kept(rank, columns[:, place])
+
+
+def _raise_none(
+    question: SearchQuestion, num_candidates: int, smallest: tuple[float, np.ndarray] | None
+) -> None:
+    """Says why there is no layout, and what would make one."""
+    given = f" with {dict(question.fixed)}" if question.fixed else ""
+    if smallest is None:
+        raise NoLayoutError(
+            f"no layout of {question.num_devices:,} devices{given} divides "
+            f"{question.global_batch:,} sequences of {question.context_length:,} tokens, "
+            f"{question.shape.num_layers} layers and {question.shape.num_heads} heads; give a "
+            "number of devices and a batch that share more factors, such as powers of two"
+        )
+    least_bytes, column = smallest
+    tightest = _name_of(column)
+    more = least_bytes / question.memory_bytes
+    raise NoLayoutError(
+        f"none of {num_candidates:,} layouts{given} fits: the smallest ({tightest}) holds "
+        f"{format_binary_bytes(least_bytes)} of {format_binary_bytes(question.memory_bytes)} per "
+        f"device; {_remedy(question, more)}"
+    )
+
+
+def _name_of(column: np.ndarray) -> str:
+    """Returns the short name of the layout in a column."""
+    one = candidates_of(column[:, None])
+    batch = BatchShape(num_sequences=int(one.micro_batch[0]), context_length=1)
+    return layout_name(layout_at(one, 0), batch)
+
+
+def _remedy(question: SearchQuestion, more: float) -> str:
+    """Says what would make the smallest layout fit."""
+    remedies = [f"devices with {more:.1f} times the memory", "more devices"]
+    if question.runnable:
+        remedies.append("tensor or pipeline parallelism, without --runnable")
+    elif question.context_length > 8192:
+        remedies.append("shorter sequences")
+    return ", ".join(remedies[:-1]) + f" or {remedies[-1]} would help"

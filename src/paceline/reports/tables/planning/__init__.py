@@ -1,0 +1,1 @@
+"""Tables of what is planned: layouts, budgets, and how well they were predicted."""

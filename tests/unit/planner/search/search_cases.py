@@ -1,0 +1,88 @@
+"""Small models and clusters, on which every layout can be tried one by one."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from paceline.core import ModelShape, find_device
+from paceline.core.plan import ParallelLayout
+from paceline.planner.cost.layouts import Layouts
+from paceline.planner.cost.memory import layout_memory
+from paceline.planner.cost.step_time import step_time
+from paceline.planner.search.costs import Costs, assumed_costs
+from paceline.planner.search.question import SearchQuestion, training_precision
+
+H100 = find_device("h100-sxm")
+COSTS = assumed_costs(H100, "bfloat16")
+SHAPE = ModelShape(
+    vocab_size=1000, d_model=512, d_ff=1536, num_layers=4, num_heads=8, num_kv_heads=4
+)
+
+
+def question(**changes: Any) -> SearchQuestion:
+    values: dict[str, Any] = {
+        "shape": SHAPE,
+        "precision": training_precision("bfloat16"),
+        "context_length": 64,
+        "global_batch": 16,
+        "num_devices": 8,
+        "memory_bytes": 1e9,
+        "devices_per_host": 4,
+    }
+    return SearchQuestion(**values | changes)
+
+
+def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float, float, Any]]:
+    """Yields time, memory and layout of all that divides, one at a time, by plain loops."""
+    shape, sizes = asked.shape, range(1, asked.num_devices + 1)
+    for tensor, context, pipeline, replicate, shard in itertools.product(sizes, repeat=5):
+        data = replicate * shard
+        used = tensor * context * pipeline * data
+        least = asked.least_used * asked.num_devices
+        host = min(asked.devices_per_host, asked.num_devices)
+        if not least <= used <= asked.num_devices or used % host or asked.global_batch % data:
+            continue
+        if any(number % tensor for number in (shape.num_heads, shape.key_value_heads, shape.d_ff)):
+            continue
+        if context > 1 and asked.context_length % (2 * context):
+            continue
+        for passes, interleave, stage, stream, checkpointing in itertools.product(
+            range(1, asked.global_batch // data + 1), range(1, 4), range(4), (False, True), range(3)
+        ):
+            layers = (shape.num_layers, shape.num_layers + 2)
+            if asked.global_batch // data % passes or (stage > 0) != (shard > 1):
+                continue
+            if all(number % pipeline for number in layers) or pipeline > shape.num_layers:
+                continue
+            if interleave > 1 and (
+                pipeline == 1
+                or passes % pipeline
+                or all(number % (pipeline * interleave) for number in layers)
+            ):
+                continue
+            if stream and (tensor == 1 or asked.context_length // context % tensor):
+                continue
+            layout = ParallelLayout(
+                replicate=replicate,
+                shard=shard,
+                tensor=tensor,
+                context=context,
+                pipeline=pipeline,
+                pipeline_interleave=interleave,
+                sharding=("none", "optimizer", "gradients", "parameters")[stage],  # type: ignore[arg-type]
+                sequence_parallel=stream,
+                activation_checkpointing=("none", "selective", "full")[checkpointing],  # type: ignore[arg-type]
+            )
+            micro_batch = asked.global_batch // data // passes
+            workload = asked.workload(np.array([micro_batch]), np.array([passes]))
+            layouts = Layouts.of([layout])
+            seconds = step_time(layouts, workload, costs.cluster, hidden=costs.hidden).total_s
+            memory = layout_memory(layouts, workload).total
+            yield float(np.ravel(seconds)[0]), float(np.ravel(memory)[0]), layout
+
+
+def with_memory(asked: SearchQuestion, memory_bytes: float) -> SearchQuestion:
+    return dataclasses.replace(asked, memory_bytes=memory_bytes)

@@ -1,0 +1,103 @@
+"""Every candidate divides what it must, each comes once, and none that divides is missing."""
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import ModelShape
+from paceline.planner.search.candidates import candidate_chunks, candidates_of, divisors
+from paceline.planner.search.question import SearchQuestion
+from tests.unit.planner.search.search_cases import oracle, question
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> SearchQuestion:
+    heads = draw(st.sampled_from([4, 6, 8]))
+    shape = ModelShape(
+        vocab_size=100,
+        d_model=heads * 16,
+        d_ff=draw(st.sampled_from([96, 192, 200])),
+        num_layers=draw(st.integers(1, 10)),
+        num_heads=heads,
+        num_kv_heads=draw(st.sampled_from([1, 2, heads])),
+    )
+    return question(
+        shape=shape,
+        context_length=draw(st.sampled_from([32, 48, 64])),
+        global_batch=draw(st.integers(1, 24)),
+        num_devices=draw(st.integers(1, 40)),
+        devices_per_host=draw(st.sampled_from([1, 4, 8])),
+        runnable=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(questions())
+def test_every_candidate_divides(asked: SearchQuestion) -> None:
+    shape = asked.shape
+    for chunk in candidate_chunks(asked, chunk=500):
+        layouts = chunk.layouts
+        data = layouts.replicate * layouts.shard
+        for number in (shape.num_heads, shape.key_value_heads, shape.d_ff):
+            assert not (number % layouts.tensor).any()
+        parts = layouts.pipeline * layouts.pipeline_interleave
+        layers = shape.num_layers
+        assert ((layers % parts == 0) | ((layers + 2) % parts == 0)).all()
+        assert (data * chunk.micro_batch * chunk.num_micro_batches == asked.global_batch).all()
+        in_parts = np.where(layouts.context > 1, 2 * layouts.context, 1)
+        assert not (asked.context_length % in_parts).any()
+        split = np.where(layouts.sequence_parallel, layouts.tensor, 1)
+        assert not (asked.context_length // layouts.context % split).any()
+        assert (chunk.num_devices <= asked.num_devices).all()
+        assert (chunk.num_devices >= asked.least_used * asked.num_devices).all()
+        assert ((layouts.stage > 0) == (layouts.shard > 1)).all()
+        in_rounds = (layouts.pipeline_interleave == 1) | (
+            chunk.num_micro_batches % layouts.pipeline == 0
+        )
+        assert in_rounds.all()
+        if asked.runnable:
+            assert (layouts.tensor * layouts.context * layouts.pipeline == 1).all()
+            assert ((layouts.shard == 1) | (layouts.replicate == 1)).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(questions())
+def test_each_comes_once(asked: SearchQuestion) -> None:
+    chunks = [chunk.columns for chunk in candidate_chunks(asked, chunk=700)]
+    if chunks:
+        columns = np.concatenate(chunks, axis=1)
+        assert len(np.unique(columns, axis=1).T) == columns.shape[1]
+
+
+def test_none_that_divides_is_missing() -> None:
+    asked = question(num_devices=4, global_batch=4)
+    found = sum(len(chunk) for chunk in candidate_chunks(asked))
+    assert found == sum(1 for _ in oracle(asked))
+    assert found > 100
+
+
+def test_columns_make_the_same_candidates_again() -> None:
+    chunk = next(candidate_chunks(question()))
+    again = candidates_of(chunk.columns)
+    assert (again.columns == chunk.columns).all()
+    assert again.layouts.sequence_parallel.dtype == np.bool_
+    assert len(chunk.take(np.array([0, 2]))) == 2
+
+
+def test_what_is_given_is_not_searched() -> None:
+    asked = question(fixed={"tensor": 2, "checkpointing": 2, "micro_batch": 1})
+    chunks = list(candidate_chunks(asked))
+    assert chunks
+    for chunk in chunks:
+        assert (chunk.layouts.tensor == 2).all()
+        assert (chunk.layouts.checkpointing == 2).all()
+        assert (chunk.micro_batch == 1).all()
+
+
+def test_divisors() -> None:
+    for number in (1, 2, 36, 97, 2048):
+        expected = [each for each in range(1, number + 1) if number % each == 0]
+        assert list(divisors(number)) == expected
+    assert math.prod(divisors(6)) == 36
