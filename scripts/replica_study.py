@@ -162,7 +162,11 @@ def main() -> int:
             logging=LoggingConfig(every_steps=100),
         )
         run = Run(config, arguments.replicas)
-        paused_s, away_s, num_launchers = study(run, arguments)
+        try:
+            paused_s, away_s, num_launchers = study(run, arguments)
+        except BaseException:
+            run.process.kill()  # Its replicas end with it.
+            raise
         processes = children_of(run.process.pid)
         run.process.send_signal(signal.SIGTERM)
         wrong = [] if run.process.wait(60) == 143 else ["the run did not stop when asked"]

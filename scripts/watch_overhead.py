@@ -8,42 +8,25 @@ alternates. The watchdog's thread runs beside both.
     python scripts/watch_overhead.py results/watch-overhead.jsonl
 """
 
-import argparse
 import contextlib
 import dataclasses
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
 
 import torch
 import torch.distributed as dist
-from sample_tokens import prepare_sample
+from turns import RANKS, TURN, make_config, parse_arguments, record_turns, take_turns
 
-from paceline.benchmarks.harness.measure import ratio_metric
-from paceline.benchmarks.harness.records import measured
-from paceline.data.loader.config import SourceConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session, run_ranks
-from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
-from paceline.records import RecordStore
 from paceline.training.build import build
-from paceline.training.config import (
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    StepConfig,
-)
+from paceline.training.config import RunConfig
 from paceline.training.steps.step import TrainingStep
 from paceline.training.watch.config import WatchConfig
 from paceline.training.watch.watch import Watch
-
-TURN = 10
-"""Steps of a turn: `watch.hash_every_steps` as it is by default."""
 
 
 class WatchedSteps:
@@ -94,65 +77,16 @@ def run_both(
     with contextlib.ExitStack() as stack:
         watched = WatchedSteps(config, session, stack)
         unwatched = WatchedSteps(dataclasses.replace(config, watch=off), session, stack)
-        watched.turn(), unwatched.turn()
-        with_s, without_s = [], []
-        for number in range(turns):
-            if number % 2:
-                with_s.append(watched.turn())
-            without_s.append(unwatched.turn())
-            if not number % 2:
-                with_s.append(watched.turn())
-    return with_s, without_s
+        return take_turns(watched.turn, unwatched.turn, turns)
 
 
 def main() -> int:
     """Measures, prints and records."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("store")
-    parser.add_argument("--model", default="bytes-34M")
-    parser.add_argument("--strategy", default="bucketed")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=12)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__.partition("\n")[0])
     with tempfile.TemporaryDirectory() as directory:
-        place = pathlib.Path(directory)
-        prepare_sample(place)
-        config = RunConfig(
-            out=str(place / "run"),
-            model=ModelConfig(preset=arguments.model),
-            data=DataConfig(
-                sources=(SourceConfig(place=str(place / "tokens")),),
-                context_length=arguments.context,
-            ),
-            training=StepConfig(
-                steps=10**6, batch_size=2 * arguments.batch, micro_batch_size=arguments.batch
-            ),
-            parallel=ParallelConfig(strategy=arguments.strategy),
-            evaluation=EvaluationConfig(sequences=0),
-        )
-        watched, unwatched = run_ranks(run_both, 2, config, arguments.turns, timeout_s=7200)[0]
-    ratio = ratio_metric(watched, unwatched)
-    record = measured(
-        "comparison",
-        {
-            "subject": f"{TURN} steps, watched",
-            "baseline": "unwatched",
-            "operation": arguments.strategy,
-            "model": arguments.model,
-            "batch": arguments.batch,
-            "context": arguments.context,
-            "world_size": 2,
-            **describe_hardware(torch.device("cpu")).as_case(),
-            "rounds": len(watched),
-        },
-        {"time_ratio": ratio, "time_s": watched, "baseline_time_s": unwatched},
-    )
-    RecordStore(arguments.store).append(record)
-    print(
-        f"{statistics.median(watched):.3f} s, unwatched {statistics.median(unwatched):.3f} s, "
-        f"ratio {ratio.value:.4f} (95% {ratio.low:.4f} to {ratio.high:.4f})"
-    )
+        config = make_config(arguments, pathlib.Path(directory))
+        times = run_ranks(run_both, RANKS, config, arguments.turns, timeout_s=7200)[0]
+    record_turns(arguments, "watched", "unwatched", *times)
     return 0
 
 

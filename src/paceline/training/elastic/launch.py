@@ -4,6 +4,7 @@ The process that starts them trains nothing: a replica that ends is started agai
 one that is still there.
 """
 
+import contextlib
 import math
 import os
 import subprocess
@@ -22,10 +23,10 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 _POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_STABLE_S = 60.0
-"""How long a replica lives before its failures are forgotten."""
 _MOST_FAILURES = 5
-"""Failures of one replica in a row after which it is given up."""
+"""Failures of one replica in a row, without a step between them, after which it is given up."""
+_STEPPED = "PACELINE_REPLICA_STEPPED"
+"""The descriptor through which a replica tells the launcher of its first step."""
 
 
 def require_torchft() -> None:
@@ -68,14 +69,45 @@ def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
         lighthouse.shutdown()
 
 
+def note_first_step() -> None:
+    """Tells the launcher that this replica trains, so that its failures so far are forgotten."""
+    descriptor = os.environ.pop(_STEPPED, None)
+    if descriptor is not None:
+        os.write(int(descriptor), b"1")
+        os.close(int(descriptor))
+
+
 class _Replica:
     """One of the processes, which may be one after another."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.started_s = 0.0
         self.next_start_s = 0.0
         self.num_failures = 0
+        self._stepped = -1
+        """The launcher's end of the pipe in which there is a byte after the first step."""
+
+    def start(self, environment: dict[str, str]) -> None:
+        """Starts a copy of this script."""
+        parent_pid = os.getpid()
+        self._stepped, write_end = os.pipe()
+        os.set_blocking(self._stepped, False)
+        self.process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**environment, _STEPPED: str(write_end)},
+            pass_fds=(write_end,),
+            preexec_fn=lambda: die_with_parent(parent_pid),
+        )
+        os.close(write_end)
+
+    def note_end(self) -> None:
+        """Forgets the process, and its failures before if it has done a step."""
+        self.process = None
+        # A process that it has left behind may have the other end open: then reading would block.
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._stepped, 1):
+                self.num_failures = 0
+        os.close(self._stepped)
 
 
 class _Replicas:
@@ -125,20 +157,18 @@ class _Replicas:
         now = time.monotonic()
         if replica.process is None:
             if replica.next_start_s and now >= replica.next_start_s:
+                replica.next_start_s = 0.0
                 self._start(number)
             return None
         return_code = replica.process.poll()
         if return_code is None:
             return None
         code = exit_code_of(return_code)
-        replica.process = None
-        replica.next_start_s = 0.0
+        replica.note_end()
         if code in (0, STOPPED) or self._is_ending:
             # The run is over for all: nobody is left to heal from.
             self._is_ending = True
             return code if code in (0, STOPPED) else None
-        if now - replica.started_s > _STABLE_S:
-            replica.num_failures = 0
         replica.num_failures += 1
         if replica.num_failures >= _MOST_FAILURES:
             _say(f"replica {number} failed {_MOST_FAILURES} times in a row, and is given up")
@@ -149,14 +179,7 @@ class _Replicas:
         return None
 
     def _start(self, number: int) -> None:
-        parent_pid = os.getpid()
-        replica = self._replicas[number]
-        replica.started_s, replica.next_start_s = time.monotonic(), 0.0
-        replica.process = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            env={**self._environment, REPLICA: str(number)},
-            preexec_fn=lambda: die_with_parent(parent_pid),
-        )
+        self._replicas[number].start({**self._environment, REPLICA: str(number)})
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ from paceline.parallel.elastic.replica_group import ReplicaGroup
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig
 from paceline.training.elastic.data import ReplicaData
-from paceline.training.elastic.launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA
+from paceline.training.elastic.launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA, note_first_step
 from paceline.training.elastic.reporter import Reporter
 from paceline.training.elastic.step import ReplicaStep
 from paceline.training.evaluation import HeldOut
@@ -110,6 +110,7 @@ def train_replica(
                     "optimizer.learning_rate or training.clip_norm"
                 )
             data.commit()
+            note_first_step()
             step = group.step
             before, ended = ended, time.perf_counter()
             reporter.note(

@@ -1,0 +1,120 @@
+"""What replicas that may come and go cost while none does: their steps, and those of ranks.
+
+Two processes train the same model twice, once as replicas (`parallel.elastic = "replicas"`) and
+once as ranks of one process group, through the same calls as the two training loops. They take
+turns, ten steps at a time; which of them is first alternates. Needs torchft.
+
+    python scripts/elastic_overhead.py results/elastic-overhead.jsonl
+"""
+
+import contextlib
+import pathlib
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torchft.coordination import LighthouseServer
+from turns import RANKS, TURN, make_config, parse_arguments, record_turns, take_turns
+
+from paceline.core.units import MIB
+from paceline.data.loader.torch_batches import TorchLoader
+from paceline.parallel import Session, run_ranks
+from paceline.parallel.elastic.gradients import ReplicaGradients
+from paceline.parallel.elastic.replica_group import ReplicaGroup
+from paceline.parallel.ranks.placement import local_placement
+from paceline.training.build import build
+from paceline.training.config import RunConfig
+from paceline.training.elastic.data import ReplicaData
+from paceline.training.elastic.step import ReplicaStep
+from paceline.training.steps.step import TrainingStep
+
+
+class RankSteps:
+    """Steps of a rank."""
+
+    def __init__(self, config: RunConfig, session: Session, stack: contextlib.ExitStack) -> None:
+        trainee = build(config, session)
+        optimizers = list(trainee.optimizers.values())
+        self._runner = TrainingStep(config.training, trainee.model, optimizers, session.device)
+        self._loader = stack.enter_context(
+            TorchLoader(config.loader(), rank=session.rank, world_size=session.world_size)
+        )
+
+    def turn(self) -> float:
+        """Returns the seconds of a turn."""
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(TURN):
+            batch = next(self._loader)
+            self._runner.run(batch.tokens, batch.targets, digest=batch.digest or 0)
+        return time.perf_counter() - began
+
+
+class ReplicaSteps:
+    """Steps of a replica."""
+
+    def __init__(
+        self, config: RunConfig, number: int, lighthouse: str, stack: contextlib.ExitStack
+    ) -> None:
+        device = torch.device("cpu")
+        alone = Session(placement=local_placement("spawn", 0, 1), device=device, backend="gloo")
+        trainee = build(config, alone)
+        self._data = stack.enter_context(ReplicaData(config, RANKS, device))
+        self._group = ReplicaGroup(
+            number=number,
+            lighthouse=lighthouse,
+            state=dict,
+            load=lambda _: None,
+            timeout_s=config.parallel.replica_timeout_s,
+            quorum_timeout_s=config.parallel.timeout_s,
+        )
+        stack.callback(self._group.close)
+        gradients = ReplicaGradients(
+            trainee.module.named_parameters(), self._group, config.parallel.bucket_size_mb * MIB
+        )
+        self._runner = ReplicaStep(config.training, trainee, self._group, gradients, device)
+
+    def turn(self) -> float:
+        """Returns the seconds of a turn."""
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(TURN):
+            members = self._group.begin_step()
+            batch = self._data.next(members)
+            size = self._data.batch_size(members.live)
+            if self._runner.run(batch, size, members, stop=False) is None or members.live != RANKS:
+                raise RuntimeError("a replica was lost while steps were timed")
+            self._data.commit()
+        return time.perf_counter() - began
+
+
+def run_both(
+    rank: int, world_size: int, config: RunConfig, turns: int, lighthouse: str
+) -> tuple[list[float], list[float]]:
+    """Returns the seconds of turns as a replica and as a rank."""
+    placement = local_placement("spawn", rank, world_size)
+    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    with contextlib.ExitStack() as stack:
+        replica = ReplicaSteps(config, rank, lighthouse, stack)
+        return take_turns(replica.turn, RankSteps(config, session, stack).turn, turns)
+
+
+def main() -> int:
+    """Measures, prints and records."""
+    arguments = parse_arguments(__doc__.partition("\n")[0])
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS, join_timeout_ms=60_000)
+    port = lighthouse.address().rpartition(":")[2].rstrip("/")
+    with tempfile.TemporaryDirectory() as directory:
+        config = make_config(arguments, pathlib.Path(directory))
+        times = run_ranks(
+            run_both, RANKS, config, arguments.turns, f"http://127.0.0.1:{port}", timeout_s=7200
+        )[0]
+    lighthouse.shutdown()
+    record_turns(arguments, "replicas", "ranks", *times)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Tables of all that runs were made to survive: tried, survived, lost, from committed records."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from paceline.records import Record
+from paceline.reports.tables.table import Table
+
+_MOST_DIFFERENCE = 1e-5
+"""Of a loss, relative, when a run goes on with another number of ranks."""
+
+Read = Callable[[str], list[Record]]
+"""Reads a committed store by name."""
+
+
+class Row(NamedTuple):
+    """One row: what happens, and the records that say how it went."""
+
+    what: str
+    store: str
+    holds: str
+    """What counts as survived."""
+    is_of: Callable[[Record], bool] = lambda _: True
+    """Whether a record of the store belongs to it."""
+
+
+def _fault(*words: str) -> Callable[[Record], bool]:
+    return lambda record: any(word in str(record.case["fault"]) for word in words)
+
+
+def _except(*words: str) -> Callable[[Record], bool]:
+    return lambda record: not _fault(*words)(record)
+
+
+def _subject(name: str) -> Callable[[Record], bool]:
+    return lambda record: record.case["subject"] == name
+
+
+_AS_IF = "goes on from the newest checkpoint; losses and parameters to the bit as without kills"
+_ONCE = "every sample used exactly once"
+
+ROWS = (
+    Row("SIGKILL of a rank, in any phase", "kills", _AS_IF, _except("launcher")),
+    Row(
+        "SIGKILL of the launcher",
+        "kills",
+        "its ranks gone within 5 s; as above",
+        _fault("launcher"),
+    ),
+    Row(
+        "SIGKILL of a replica",
+        "replicas",
+        f"the others train on; it heals from one of them; {_ONCE}",
+        _except("launcher"),
+    ),
+    Row(
+        "SIGKILL of the launcher of replicas, and its lighthouse",
+        "replicas",
+        f"replicas gone within 5 s; started again, goes on from disk; {_ONCE}",
+        _fault("launcher"),
+    ),
+    Row(
+        "EIO, ENOSPC, EROFS, ESTALE at any system call of a save",
+        "disk-faults",
+        "the checkpoint before it is intact; the message names the cause; the next save succeeds",
+    ),
+    Row(
+        "a checkpoint damaged: bits flipped, files cut, extended, zeroed, deleted, swapped, aged",
+        "checkpoint-damage",
+        "found, named, and the one before it loaded",
+    ),
+    Row(
+        "another number of ranks, 1 to 4, or another strategy",
+        "train-continue",
+        f"losses within {_MOST_DIFFERENCE:g} for 50 steps",
+    ),
+    Row(
+        "NaN or infinity on one rank",
+        "bad-steps",
+        "all ranks leave out the same batch; to the bit as if it had never been there",
+        _fault("NaN"),
+    ),
+    Row(
+        "a bit flipped in weights or optimizer state",
+        "corruption",
+        "found within 5 steps, the rank named; to the bit as if it had not happened",
+        _fault("flipped"),
+    ),
+    Row("steps without a fault", "corruption", "no alarm", _fault("none")),
+    Row("a rank half as slow again", "bad-steps", "named within 10 steps", _fault("slow")),
+    Row("a rank stopped for 5 s", "bad-steps", "named in the next step", _fault("SIGSTOP")),
+    Row(
+        "a link down, at 50 Mbit/s, or with 2% loss",
+        "chaos-links",
+        f"trains on; losses to the bit; {_ONCE}",
+        lambda record: record.kind == "chaos_fault",
+    ),
+    Row(
+        "Slurm: TERM, USR1, requeue, node lost, scancel",
+        "slurm-faults",
+        "saves, ends with the documented exit code, goes on",
+    ),
+    Row(
+        "configs, records, traces, plans and other files, damaged",
+        "hostile-files",
+        "an error that names the file, within 2 s and 500 MB",
+    ),
+    Row(
+        "half an hour on 2 ranks",
+        "soak",
+        "memory grows by less than 1%, file descriptors not at all",
+        _subject("soak"),
+    ),
+    Row(
+        "half an hour on 4 ranks that are killed, stopped and robbed of checkpoints",
+        "soak",
+        "the same",
+        _subject("soak with chaos"),
+    ),
+)
+
+
+def reliability_table(read: Read) -> Table:
+    """Makes the table of everything that was tried."""
+    rows = []
+    for row in ROWS:
+        records = [record for record in read(row.store) if row.is_of(record)]
+        tried, lost = map(sum, zip(*map(_counts, records), strict=True))
+        rows.append(
+            (row.what, f"{tried:,}", f"{tried - lost:,}", f"{lost:,}", row.holds, f"`{row.store}`")
+        )
+    return Table(
+        headers=("what happens", "tried", "survived", "lost", "survived means", "record"),
+        rows=tuple(rows),
+        caption="Two to four ranks on two cores, gloo",
+    )
+
+
+def _counts(record: Record) -> tuple[int, int]:
+    """Returns how often a record has tried its fault, and how often that lost something."""
+    if record.kind == "fault":
+        return int(record.metrics["num_tried"].value), int(record.metrics["num_lost"].value)
+    if "loss_difference" in record.metrics:
+        return 1, int(record.metrics["loss_difference"].value > _MOST_DIFFERENCE)
+    return 1, int(record.outcome != "ok")
+
+
+def kills_table(records: Sequence[Record]) -> Table:
+    """Makes the table of kills of supervised runs, by what was killed in which phase."""
+    by_fault: dict[str, list[Record]] = {}
+    for record in records:
+        by_fault.setdefault(str(record.case["fault"]), []).append(record)
+    rows = [
+        (fault.removeprefix("SIGKILL "), *_kill_cells(group))
+        for fault, group in sorted(by_fault.items())
+    ]
+    return Table(
+        headers=("SIGKILL", "tried", "survived", "lost", "back after, median (s)", "worst (s)"),
+        rows=(*rows, ("all", *_kill_cells(records))),
+        caption="From the kill to the end of the first step after it",
+    )
+
+
+def _kill_cells(group: Sequence[Record]) -> tuple[str, ...]:
+    tried, lost = map(sum, zip(*map(_counts, group), strict=True))
+    times = [
+        seconds
+        for record in group
+        if "recovery_s" in record.metrics
+        for seconds in record.metrics["recovery_s"].samples or ()
+    ]
+    shown = (f"{statistics.median(times):.2f}", f"{max(times):.2f}") if times else ("-", "-")
+    return str(tried), str(tried - lost), str(lost), *shown
