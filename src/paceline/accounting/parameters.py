@@ -36,7 +36,7 @@ class ParameterCount:
     @property
     def total(self) -> int:
         """All parameters, tied ones once; `matmul` counts some of the other fields again."""
-        return int(sum(dataclasses.astuple(self))) - self.matmul
+        return sum(dataclasses.astuple(self)) - self.matmul
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
@@ -45,9 +45,9 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     width, num_matrices = shape.d_model, _FEED_FORWARD_MATRICES[shape.feed_forward]
     attention = shape.num_layers * width * 2 * (shape.attention_width + shape.key_value_width)
     feed_forward = shape.num_layers * width * num_matrices * shape.d_ff
-    num_norms = shape.num_layers * (2 if shape.num_heads else 1) + 1
+    num_norms = shape.num_layers * (2 if shape.has_attention else 1) + 1
     biases = (num_matrices - 1) * shape.d_ff + width
-    if shape.num_heads:
+    if shape.has_attention:
         biases += shape.attention_width + 2 * shape.key_value_width + width
     return ParameterCount(
         embedding=embedding,

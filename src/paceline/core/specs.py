@@ -121,6 +121,11 @@ class ModelShape:
             )
 
     @property
+    def has_attention(self) -> bool:
+        """Whether blocks have attention beside their feed-forward layer."""
+        return self.num_heads > 0
+
+    @property
     def head_width(self) -> int:
         """Width of one head, whether given or derived."""
         if self.head_dim is not None:

@@ -15,6 +15,9 @@ ranks, c context ranks, and for a device that holds N / (t p) parameters before 
                 context ranks and replicas; without sharding the whole over all of them
     parameters  an all-gather over the shards after the update (ZeRO-1 and 2), or before every
                 forward and again before every backward (ZeRO-3)
+
+Where states are sharded over context ranks as well, these are shards too. Data-parallel traffic
+that leaves the host slows down by `Cluster.contention` each time the number of hosts doubles.
 """
 
 import dataclasses
@@ -33,6 +36,9 @@ class MeshSpans:
     tensor: Span
     context: Span
     shard: Span
+    """With the context ranks, where states are sharded over them."""
+    unsharded_context: Span
+    """Context ranks that hold the same states."""
     replicate: Span
     neighbour_stages: Span
     """A stage and the next."""
@@ -41,10 +47,16 @@ class MeshSpans:
     def of(cls, layouts: Layouts, tiers: Tiers) -> "MeshSpans":
         """Places each axis of every layout."""
         two_stages = np.minimum(layouts.pipeline, 2)
+        both = np.asarray(layouts.shards_context) & (layouts.stage > 0)
+        beside = layouts.stride("context")
         return cls(
             tensor=tiers.span(layouts.tensor),
-            context=tiers.span(layouts.context, layouts.stride("context")),
-            shard=tiers.span(layouts.shard, layouts.stride("shard")),
+            context=tiers.span(layouts.context, beside),
+            shard=tiers.span(
+                np.where(both, layouts.state_shards, layouts.shard),
+                np.where(both, beside, layouts.stride("shard")),
+            ),
+            unsharded_context=tiers.span(np.where(both, 1, layouts.context), beside),
             replicate=tiers.span(layouts.replicate, layouts.stride("replicate")),
             neighbour_stages=tiers.span(two_stages, layouts.stride("pipeline")),
         )
@@ -57,7 +69,7 @@ def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any
     # A reduce-scatter takes as long as the all-gather that undoes it.
     in_halves = 2 * collective_time_s("all_gather", spans.tensor, size)
     per_call = np.where(layouts.sequence_parallel, in_halves, together)
-    branches = 2 if workload.shape.num_heads else 1
+    branches = 2 if workload.shape.has_attention else 1
     return per_call * branches * _passes(layouts)
 
 
@@ -84,13 +96,13 @@ def gradient_time_s(
     """Returns the seconds in which all gradients of a device are averaged once."""
     size = workload.reduction_bytes * num_parameters / layouts.model_devices
     divided = layouts.stage > 0
-    owned = size / np.where(divided, layouts.shard, 1)
+    owned = size / np.where(divided, layouts.state_shards, 1)
     over_shards = np.where(
         divided,
         collective_time_s("reduce_scatter", spans.shard, size),
         collective_time_s("all_reduce", spans.shard, size),
     )
-    over_context = collective_time_s("all_reduce", spans.context, owned)
+    over_context = collective_time_s("all_reduce", spans.unsharded_context, owned)
     return over_shards + over_context + collective_time_s("all_reduce", spans.replicate, owned)
 
 

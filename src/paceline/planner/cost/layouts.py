@@ -45,6 +45,10 @@ class Layouts:
     sequence_parallel: npt.NDArray[np.bool_]
     checkpointing: Integers
     """0 none, 1 selective, 2 full."""
+    expert: Any = 1
+    """Ranks over which experts are divided; they are data, context and tensor ranks as well."""
+    shards_context: Any = False
+    """Whether states are sharded over context ranks too, as by Megatron and torch's FSDP."""
 
     @classmethod
     def of(cls, layouts: Sequence[ParallelLayout]) -> "Layouts":
@@ -72,6 +76,11 @@ class Layouts:
     def model_devices(self) -> Any:
         """Devices over which the matrices of one copy are divided, before any sharding."""
         return self.tensor * self.pipeline
+
+    @property
+    def state_shards(self) -> Any:
+        """Ranks over which a sharding stage divides states."""
+        return self.shard * np.where(self.shards_context, self.context, 1)
 
     @property
     def stream_split(self) -> Any:

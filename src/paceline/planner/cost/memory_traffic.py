@@ -91,7 +91,7 @@ def score_product_bytes(layouts: Layouts, workload: Workload) -> Any:
 def num_kernels(layouts: Layouts, workload: Workload) -> Any:
     """Returns the kernels of one layer and pass: elementwise ones and matmuls."""
     shape = workload.shape
-    matmuls = (4 if shape.num_heads else 0) + (3 if shape.feed_forward == "swiglu" else 2)
+    matmuls = (4 if shape.has_attention else 0) + (3 if shape.feed_forward == "swiglu" else 2)
     forward = matmuls + sum(part.num_forward for part in elementwise_operations(workload))
     # A matmul has two gradients; an elementwise kernel one.
     backward = forward + matmuls
@@ -103,16 +103,16 @@ def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
     """Yields name, bytes forward and backward, division and kernels, as the table lists them."""
     shape = workload.shape
     size = workload.compute_bytes
-    branches = 2 if shape.num_heads else 1
+    branches = 2 if shape.has_attention else 1
     width = branches * shape.d_model
     stream = size * width
     mask = width if workload.dropout else 0
     if shape.norm != "none":
         yield Elementwise("norms", 2 * stream, 3 * stream, "stream", branches)
     residual_backward = 3 * stream + (stream if shape.biases else 0)
-    residual_backward += 2 * stream + mask if mask else 0
+    residual_backward += 2 * stream + mask if workload.dropout else 0
     yield Elementwise("residuals", 3 * stream + mask, residual_backward, "stream", branches)
-    if shape.num_heads:
+    if shape.has_attention:
         yield from _attention(workload)
     hidden = size * shape.d_ff
     if shape.feed_forward == "swiglu":

@@ -40,6 +40,7 @@ from paceline.accounting.explanation import Quantity, first_number
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal, format_seconds
+from paceline.planner.cost.cluster import Cluster as Cluster
 from paceline.planner.cost.communication import (
     MeshSpans,
     context_time_s,
@@ -49,31 +50,13 @@ from paceline.planner.cost.communication import (
     tensor_time_s,
 )
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.planner.cost.matmuls import small_head_flops, small_matmul_flops
 from paceline.planner.cost.memory_traffic import (
     elementwise_bytes,
     loss_bytes,
     num_kernels,
     score_product_bytes,
 )
-from paceline.planner.cost.topology import Tiers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What devices and links reach, as measured or as stated."""
-
-    flops_per_s: float
-    """Of one device on the model's matrices."""
-    memory_bytes_per_s: float
-    """Of one device in kernels that do little else than read and write."""
-    tiers: Tiers
-    launch_s: float = 0.0
-    """Of one kernel, as far as the kernel before does not hide it."""
-
-    def __post_init__(self) -> None:
-        for field in ("flops_per_s", "memory_bytes_per_s"):
-            if getattr(self, field) <= 0:
-                raise UsageError(f"Cluster.{field} is {getattr(self, field)}; it must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +74,8 @@ class StepTime:
     bubble_s: Any
     data_s: Any
     optimizer_s: Any
+    fixed_s: Any
+    """What a step takes whatever its work."""
 
     @property
     def total_s(self) -> Any:
@@ -130,7 +115,8 @@ def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> 
     """Returns the seconds of attention's matmuls per layer and pass, by FLOPs or by bytes."""
     operations = flops_per_pass(layouts, workload).layer_attention
     moved = score_product_bytes(layouts, workload) * workload.tokens / layouts.context
-    return np.maximum(operations / cluster.flops_per_s, moved / cluster.memory_bytes_per_s)
+    rate = cluster.attention_flops_per_s or cluster.flops_per_s
+    return np.maximum(operations / rate, moved / cluster.memory_bytes_per_s)
 
 
 def step_time(
@@ -158,9 +144,11 @@ def step_quantities(
     tokens = Quantity(workload.tokens / layouts.context, "tokens")
     flops_per_s = Quantity(cluster.flops_per_s, "FLOP/s", _rate("FLOP/s"))
     bandwidth = Quantity(cluster.memory_bytes_per_s, "bandwidth", _rate("B/s"))
-    matrices = Quantity(operations.layer_matrices, "FLOPs of matrices")
+    lost = small_matmul_flops(layouts, workload, cluster)
+    matrices = Quantity(operations.layer_matrices + lost, "FLOPs of matrices")
     attention = _seconds(attention_time_s(layouts, workload, cluster), "attention")
-    head = Quantity(operations.head, "output layer")
+    lost_in_head = small_head_flops(layouts, workload, cluster)
+    head = Quantity(operations.head + lost_in_head, "output layer")
     moved = Quantity(elementwise_bytes(layouts, workload), "bytes per token and layer")
     loss = Quantity(loss_bytes(layouts, workload), "loss")
     kernels = Quantity(num_kernels(layouts, workload), "kernels")
@@ -169,8 +157,11 @@ def step_quantities(
     context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
     handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
 
-    layer = matrices / flops_per_s + attention + tokens * moved / bandwidth + launch
-    layer_s = (layer + tensor + context).value
+    layer = matrices / flops_per_s + attention + tokens * moved / bandwidth
+    # The host runs ahead of the device, so that only launches that take longer than all work show.
+    late = np.maximum(kernels.value * cluster.dispatch_s - (layer + tensor + context).value, 0.0)
+    launch = launch + _seconds(late, "launches that take longer than the layer's work")
+    layer_s = (layer + launch + tensor + context).value
     head_s = (head / flops_per_s + tokens * loss / bandwidth).value
     mean_s = layers.value * layer_s + head_s / layouts.pipeline
     slowest_s = np.maximum(
@@ -178,7 +169,7 @@ def step_quantities(
     )
     busy = _seconds(passes.value * (mean_s + handed_on.value), "what the mean stage is busy")
     interleave = Quantity(layouts.pipeline_interleave, "interleave")
-    shards = np.where(layouts.stage > 0, layouts.shard, 1)
+    shards = np.where(layouts.stage > 0, layouts.state_shards, 1)
     owned = Quantity(num_parameters / layouts.model_devices / shards, "parameters updated")
     update = Quantity(workload.update_bytes, "bytes read and written")
     return {
@@ -191,8 +182,9 @@ def step_quantities(
         "stages_s": passes * handed_on,
         "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
         "bubble_s": pipeline_bubble(stages, passes, interleave) * busy,
-        "data_s": _exposed(layouts, workload, spans, slowest_s, num_parameters, hidden),
+        "data_s": _exposed(layouts, workload, spans, slowest_s, num_parameters, hidden, cluster),
         "optimizer_s": owned * update / bandwidth,
+        "fixed_s": _seconds(cluster.step_s, "what every step takes"),
     }
 
 
@@ -216,6 +208,7 @@ def _exposed(
     pass_s: Any,
     num_parameters: float,
     hidden: Numbers,
+    cluster: Cluster,
 ) -> Quantity:
     """Returns the exposed communication of averaging gradients and gathering parameters.
 
@@ -226,23 +219,37 @@ def _exposed(
     # Backward takes twice as long as forward, and as long as it once more to recompute it.
     forward = np.asarray(hidden) * pass_s * np.where(full, 1 / 4, 1 / 3)
     backward = np.asarray(hidden) * pass_s - forward
-    gradients = gradient_time_s(layouts, workload, spans, num_parameters)
-    gathered = gather_time_s(layouts, workload, spans, num_parameters)
+    slower = data_slowdown(layouts, cluster)
+    gradients = gradient_time_s(layouts, workload, spans, num_parameters) * slower
+    gathered = gather_time_s(layouts, workload, spans, num_parameters) * slower
     every_pass = layouts.stage == 3
     passes = np.asarray(workload.num_micro_batches)
     in_backward = np.where(every_pass, gathered, 0.0)
     in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
 
-    exposed = (
-        least_exposed_s(gathered, forward) * np.where(every_pass, passes, 1)
-        + least_exposed_s(in_other_backwards, backward) * (passes - 1)
-        + least_exposed_s(in_backward + gradients, backward)
+    def exposed(communication: Any, beside: Any) -> Any:
+        never = cluster.exposed_share * communication
+        return never + least_exposed_s(communication - never, beside)
+
+    total = (
+        exposed(gathered, forward) * np.where(every_pass, passes, 1)
+        + exposed(in_other_backwards, backward) * (passes - 1)
+        + exposed(in_backward + gradients, backward)
     )
     return Quantity(
-        exposed,
+        total,
         "what passes do not hide of averaging gradients and gathering parameters",
         lambda _: (
             f"{format_seconds(first_number(gradients))} for all gradients, "
             f"{format_seconds(first_number(gathered))} for all parameters, each time"
         ),
     )
+
+
+def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
+    """Returns by how much data-parallel traffic is slower for the number of hosts that share it."""
+    inside = cluster.tiers.tiers[0].num_devices
+    if not cluster.contention or inside is None:
+        return 1.0
+    devices = layouts.stride("pipeline")
+    return 1 + cluster.contention * np.log2(np.maximum(devices / inside, 1))

@@ -1,0 +1,150 @@
+"""Measured runs as the accounting takes them: arrays of layouts, grouped by model and sequence.
+
+A row can be predicted if it says what ran and how long a step took: the model's dimensions,
+devices, batch, layout. What a source leaves out is filled in from the framework's conventions, and
+an unstated micro-batch by one sequence; a row that contradicts itself is not predicted.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.specs import ModelShape
+from paceline.planner.calibrations.conventions import (
+    compute_dtype,
+    conventions,
+    device_name,
+    family,
+    training_precision,
+)
+from paceline.planner.cost.experts import Experts
+from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.planner.cost.shapes import formula_of, join_shapes
+from paceline.planner.published.reader import model_of
+from paceline.planner.published.run import PublishedRun
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row that can be predicted."""
+
+    run: PublishedRun
+    step_s: float
+    shape: ModelShape
+    experts: Experts | None
+    dtype: str
+    """Of matmuls."""
+    device: str
+    micro_batch: int
+    num_micro_batches: int
+
+    @property
+    def family(self) -> str:
+        """The framework, all its versions together."""
+        return family(self.run.framework)
+
+    @property
+    def variant(self) -> tuple[str, str]:
+        """Device and dtype: what has a matmul rate of its own within a family."""
+        return (self.device, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseGroup:
+    """Cases of one device, dtype and kind of block, which are predicted at once."""
+
+    variant: tuple[str, str]
+    layouts: Layouts
+    workload: Workload
+    index: npt.NDArray[np.int64]
+    """Where the group's cases are in the list that they came from."""
+
+
+def predictable(runs: Iterable[PublishedRun]) -> list[Case]:
+    """Returns the rows that can be predicted."""
+    cases = (_case(run) for run in runs if not run.marks)
+    return [case for case in cases if case is not None]
+
+
+def group_cases(cases: list[Case]) -> list[CaseGroup]:
+    """Joins cases that one call of `step_time` predicts."""
+    keys: dict[Any, list[int]] = {}
+    for number, case in enumerate(cases):
+        precision = training_precision(case.run.framework, case.dtype)
+        key = (case.family, formula_of(case.shape), case.experts, case.variant, precision)
+        keys.setdefault(key, []).append(number)
+    return [_group([cases[number] for number in index], index) for index in keys.values()]
+
+
+def _case(run: PublishedRun) -> Case | None:
+    model, step_s = model_of(run), run.step_s
+    if model is None or step_s is None or run.data is None or run.axes_product != run.devices:
+        return None
+    if run.context_length is None or run.global_batch is None:
+        return None
+    micro_batch = 1 if run.micro_batch is None else run.micro_batch
+    passes, left_over = divmod(run.global_batch, micro_batch * run.data)
+    if left_over or not passes:
+        return None
+    return Case(
+        run=run,
+        step_s=step_s,
+        shape=model if isinstance(model, ModelShape) else model.shape(run.context_length),
+        experts=None if isinstance(model, ModelShape) else model.experts,
+        dtype=compute_dtype(run.precision),
+        device=device_name(run.device),
+        micro_batch=micro_batch,
+        num_micro_batches=passes,
+    )
+
+
+def checkpointing(run: PublishedRun) -> int:
+    """Returns what is recomputed, as a number of `CHECKPOINTING`."""
+    recompute = run.recompute or conventions(run.framework).recompute
+    if recompute in CHECKPOINTING:
+        return CHECKPOINTING[recompute]
+    return CHECKPOINTING["selective"]
+
+
+def _group(cases: list[Case], index: list[int]) -> CaseGroup:
+    def numbers(*values: int) -> npt.NDArray[np.int64]:
+        return np.array(values, dtype=np.int64)
+
+    runs = [case.run for case in cases]
+    first = cases[0]
+    common = conventions(first.run.framework)
+    stage = numbers(*(run.zero or 0 for run in runs))
+    data = numbers(*(run.data or 1 for run in runs))
+    stated = numbers(*(run.shard or run.data or 1 for run in runs))
+    shard = np.where(stage > 0, np.minimum(stated, data), 1)
+    layouts = Layouts(
+        replicate=data // shard,
+        shard=shard,
+        tensor=numbers(*(run.tensor for run in runs)),
+        pipeline=numbers(*(run.pipeline for run in runs)),
+        pipeline_interleave=numbers(*(run.interleave for run in runs)),
+        context=numbers(*(run.context for run in runs)),
+        stage=stage,
+        sequence_parallel=np.array([bool(run.sequence_parallel) for run in runs]),
+        checkpointing=numbers(*(checkpointing(run) for run in runs)),
+        expert=numbers(*(run.expert for run in runs)),
+        shards_context=common.shards_context,
+    )
+    workload = Workload(
+        shape=join_shapes([case.shape for case in cases]),
+        precision=training_precision(first.run.framework, first.dtype),
+        context_length=numbers(*(run.context_length or 1 for run in runs)),  # type: ignore[arg-type]
+        micro_batch=numbers(*(case.micro_batch for case in cases)),
+        num_micro_batches=numbers(*(case.num_micro_batches for case in cases)),
+        attention=common.attention,
+        dropout=common.dropout,
+        reduces_every_pass=common.reduces_every_pass,
+    )
+    return CaseGroup(
+        variant=first.variant, layouts=layouts, workload=workload, index=numbers(*index)
+    )

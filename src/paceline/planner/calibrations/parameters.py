@@ -1,0 +1,88 @@
+"""The constants that a fit finds: where each starts, how far it may go, which term it belongs to.
+
+All are positive and fitted as logarithms, each with a prior: a mean that is the constant's usual
+size and a standard deviation in logarithms. A constant about which the rows say nothing stays at
+its mean, so that few rows never make a wild calibration.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from paceline.planner.calibrations.devices import DeviceFigures
+from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.topology import Tier, Tiers
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What is known of a constant before any row is seen."""
+
+    mean: float
+    deviation: float
+    """Of its logarithm."""
+    most: float = math.inf
+    """What it can be at most."""
+
+
+PRIORS: dict[str, Prior] = {
+    "matmul_share": Prior(0.7, 0.3, 1.0),
+    "memory_share": Prior(0.7, 0.3, 1.0),
+    "inner_share": Prior(0.6, 0.5, 1.0),
+    "outer_share": Prior(0.6, 0.7, 1.2),
+    "hidden": Prior(0.8, 0.5, 1.0),
+    "attention_share": Prior(0.35, 0.6, 1.0),
+    "dispatch_s": Prior(1e-5, 1.0, 2e-4),
+    "matmul_tokens": Prior(100.0, 1.0, 4e3),
+    "matmul_width": Prior(60.0, 1.0, 4e3),
+    "misaligned": Prior(0.05, 1.0, 1.0),
+    "exposed_share": Prior(0.1, 1.0, 1.0),
+    "contention": Prior(0.03, 1.0, 1.0),
+    "outer_latency_s": Prior(1.5e-5, 1.0, 1e-1),
+    "inner_latency_s": Prior(6e-6, 1.0, 1e-3),
+    "step_s": Prior(0.01, 1.0, 10.0),
+}
+"""Constants in the order in which they are fitted; shares are of what the vendor states."""
+ALWAYS = ("matmul_share", "memory_share", "inner_share", "outer_share", "hidden")
+TERMS: dict[str, tuple[str, ...]] = {
+    "attention": ("attention_share",),
+    "dispatch": ("dispatch_s",),
+    "matmul_size": ("matmul_tokens", "matmul_width"),
+    "alignment": ("misaligned",),
+    "exposed": ("exposed_share", "contention"),
+    "latency": ("inner_latency_s", "outer_latency_s"),
+    "step": ("step_s",),
+}
+"""Terms that can be left out, and the constants that they need."""
+_INNER_LATENCY_S, _OUTER_LATENCY_S = 6e-6, 1.5e-5
+
+
+def cluster_of(values: Mapping[str, float], device: DeviceFigures, dtype: str) -> Cluster:
+    """Returns the cluster that constants describe on a device; what is not given is off."""
+    half = device.half_flops_per_s
+    tiers = Tiers(
+        (
+            Tier(
+                name="host",
+                num_devices=device.domain,
+                latency_s=values.get("inner_latency_s", _INNER_LATENCY_S),
+                bytes_per_s=values["inner_share"] * device.inner_bytes_per_s,
+            ),
+            Tier(
+                name="network",
+                num_devices=None,
+                latency_s=values.get("outer_latency_s", _OUTER_LATENCY_S),
+                bytes_per_s=values["outer_share"] * device.outer_bytes_per_s,
+            ),
+        )
+    )
+    attention = values.get("attention_share")
+    named = ("dispatch_s", "matmul_tokens", "matmul_width", "misaligned", "exposed_share")
+    return Cluster(
+        flops_per_s=values["matmul_share"] * device.peak(dtype),
+        memory_bytes_per_s=values["memory_share"] * device.memory_bytes_per_s,
+        tiers=tiers,
+        # Attention is computed in 16 bits, whatever the matrices are.
+        attention_flops_per_s=None if attention is None else attention * half,
+        **{name: values.get(name, 0.0) for name in (*named, "contention", "step_s")},
+    )

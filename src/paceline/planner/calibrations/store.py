@@ -1,0 +1,124 @@
+"""Calibrations as files: those that come with Paceline, and those a user has made.
+
+A calibration is one JSON object: its constants, the rows it came from, their residuals and ranges.
+The cluster is worked out from the constants again, so that a file holds nothing twice.
+"""
+
+import functools
+import pathlib
+from collections.abc import Iterable
+
+import msgspec
+
+from paceline.core.errors import DataError, UsageError, did_you_mean
+from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual
+from paceline.planner.calibrations.conventions import device_name
+from paceline.planner.calibrations.devices import require_device
+from paceline.planner.calibrations.parameters import cluster_of
+
+_DATA = pathlib.Path(__file__).parent / "data" / "calibrations.jsonl"
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    framework: str
+    device: str
+    precision: str
+    constants: dict[str, float]
+    rows: list[str]
+    residuals: list[tuple[str, str, bool, float]]
+    seen: dict[str, tuple[float, float]]
+
+
+@functools.cache
+def known_calibrations() -> tuple[FrameworkCalibration, ...]:
+    """Returns the calibrations that come with Paceline, those of most rows first."""
+    known = read_calibrations(_DATA)
+    return tuple(sorted(known, key=lambda each: (-len(each.rows), each.name)))
+
+
+def find_calibration(
+    name: str | None, device: str, precision: str, *, more: Iterable[FrameworkCalibration] = ()
+) -> FrameworkCalibration:
+    """Finds a calibration by its name, or the one of most rows for a device and a dtype.
+
+    Args:
+        name: Its whole name, or that of its framework; None takes the one of most rows.
+        device: As in the hardware table.
+        precision: dtype of matmuls, such as bfloat16.
+        more: Calibrations of one's own, which go before those that come with Paceline.
+    """
+    known = (*more, *known_calibrations())
+    if name is not None:
+        for each in known:
+            if each.name == name:
+                return each
+        known = tuple(each for each in known if each.framework == name)
+    wanted = device_name(device)
+    for each in known:
+        if (each.device, each.precision) == (wanted, precision):
+            return each
+    everything = (*more, *known_calibrations())
+    if name is not None and not known:
+        names = [*(each.name for each in everything)]
+        raise UsageError(
+            f"unknown calibration {name!r}; {did_you_mean(name, names)}known: {', '.join(names)}"
+        )
+    pairs = sorted({f"{each.device} {each.precision}" for each in known or everything})
+    raise UsageError(
+        f"no calibration for {device} with {precision}; there are: {', '.join(pairs)}. "
+        "paceline plan calibrate makes one of your own rows"
+    )
+
+
+def read_calibrations(path: pathlib.Path | str) -> list[FrameworkCalibration]:
+    """Reads calibrations, one per line."""
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file; paceline plan calibrate makes one")
+    made = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            made.append(_load(msgspec.json.decode(line, type=_Stored)))
+        except (msgspec.DecodeError, KeyError) as error:
+            raise DataError(f"{path}, line {number}: not a calibration ({error})") from error
+    return made
+
+
+def write_calibrations(calibrations: Iterable[FrameworkCalibration], path: pathlib.Path) -> None:
+    """Writes calibrations, one per line."""
+    lines = [msgspec.json.encode(_dump(each)) for each in calibrations]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _load(stored: _Stored) -> FrameworkCalibration:
+    return FrameworkCalibration(
+        name=stored.name,
+        framework=stored.framework,
+        device=stored.device,
+        precision=stored.precision,
+        cluster=cluster_of(stored.constants, require_device(stored.device), stored.precision),
+        hidden=stored.constants["hidden"],
+        rows=tuple(stored.rows),
+        residuals=tuple(
+            Residual(row=row, model=model, one_host=one_host, log_ratio=ratio)
+            for row, model, one_host, ratio in stored.residuals
+        ),
+        seen=stored.seen,
+        constants=stored.constants,
+    )
+
+
+def _dump(calibration: FrameworkCalibration) -> _Stored:
+    return _Stored(
+        name=calibration.name,
+        framework=calibration.framework,
+        device=calibration.device,
+        precision=calibration.precision,
+        constants={name: float(f"{value:.6g}") for name, value in calibration.constants.items()},
+        rows=list(calibration.rows),
+        residuals=[
+            (each.row, each.model, each.one_host, each.log_ratio) for each in calibration.residuals
+        ],
+        seen=dict(calibration.seen),
+    )

@@ -1,0 +1,1 @@
+"""Published measurements of real training runs: a data set with its sources."""

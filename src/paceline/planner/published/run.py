@@ -1,0 +1,148 @@
+"""One measured training run as somebody published it: what ran, where, how laid out, how fast.
+
+Fields that a source does not state are None; nothing is filled in here. Where a source contradicts
+itself the row stays as it was printed, and `marks` says what does not add up
+(`paceline.planner.published.checks`).
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from paceline.core.errors import DataError
+from paceline.core.specs import ModelShape
+from paceline.planner.cost.experts import Experts
+
+Unit = Literal[
+    "s/iteration",
+    "tokens/s/device",
+    "model TFLOP/s/device",
+    "hardware TFLOP/s/device (recomputation counted)",
+    "TFLOP/s/chip",
+    "MFU %",
+    "OOM",
+]
+"""OOM: the run went out of memory, and has no measured value."""
+Evidence = Literal["text", "image", "secondary", "already in the project"]
+"""text: a line of the source; image: read from a picture; secondary: somebody else's transcript."""
+
+_FEED_FORWARD = {"squared_relu": "gelu"}
+"""Activation functions that have the matrices, and cost the memory traffic, of another."""
+_POSITIONS = {"alibi": "none"}
+
+
+class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The dimensions of a published model, and where they come from."""
+
+    d_model: int
+    num_layers: int
+    num_heads: int
+    d_ff: int
+    vocab_size: int
+    feed_forward: Literal["gelu", "swiglu", "squared_relu"]
+    norm: Literal["layernorm", "rmsnorm"]
+    positions: Literal["learned", "rotary", "alibi"]
+    biases: bool
+    tied_embeddings: bool
+    source: str
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    experts: Experts | None = None
+    """What replaces the feed-forward layers of a mixture of experts."""
+
+    def shape(self, context_length: int) -> ModelShape:
+        """Returns the shape that the accounting takes, for sequences of that length."""
+        return ModelShape(
+            vocab_size=self.vocab_size,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_context_length=context_length,
+            feed_forward=_FEED_FORWARD.get(self.feed_forward, self.feed_forward),  # type: ignore[arg-type]
+            norm=self.norm,
+            positions=_POSITIONS.get(self.positions, self.positions),  # type: ignore[arg-type]
+            biases=self.biases,
+            tied_embeddings=self.tied_embeddings,
+        )
+
+
+class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One row of the data set."""
+
+    id: str
+    source: str
+    """Key of the source, see `sources`; for rows of one's own, any text."""
+    framework: str
+    model: str
+    device: str
+    precision: str
+    unit: Unit
+    measured: float | None = None
+    place: str = ""
+    """Line, table or figure inside of the source."""
+    devices: int | None = None
+    context_length: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int | None = None
+    """Data-parallel ranks, replicas times shards."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    shard: int | None = None
+    replicate: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+    overlap: str | None = None
+    network: str | None = None
+    evidence: Evidence = "text"
+    note: str | None = None
+    also: dict[str, float] = {}
+    """Other figures of the same line, such as model_tflops, mfu_pct, memory_gb."""
+    marks: tuple[str, ...] = ()
+    """What does not add up in this row."""
+    shape: PublishedModel | None = None
+    """The model's dimensions, for rows whose model is in no table."""
+
+    def __post_init__(self) -> None:
+        axes = ("devices", "context_length", "global_batch", "micro_batch", "data", "shard")
+        for field in (*axes, "replicate", "tensor", "pipeline", "interleave", "context", "expert"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise DataError(f"run {self.id}: {field} is {value}; it must be at least 1")
+        if (self.measured is None) != (self.unit == "OOM"):
+            raise DataError(f"run {self.id}: give a measured value, or the unit OOM, not both")
+        if self.measured is not None and not 0 < self.measured < math.inf:
+            raise DataError(f"run {self.id}: measured is {self.measured}; it must be positive")
+
+    @property
+    def axes_product(self) -> int | None:
+        """Devices by the axes of the layout; None where data parallelism is not stated."""
+        if self.data is None:
+            return None
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of the global batch; None where it is not stated."""
+        if self.global_batch is None or self.context_length is None:
+            return None
+        return self.global_batch * self.context_length
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of one step, where the row has them or tokens per second and device."""
+        if self.unit == "s/iteration":
+            return self.measured
+        if self.unit != "tokens/s/device" or self.measured is None:
+            return None
+        if self.tokens_per_step is None or self.devices is None:
+            return None
+        return self.tokens_per_step / (self.measured * self.devices)
