@@ -10,6 +10,7 @@ import tyro
 
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
+from paceline.cli.plan.budget import BudgetCommand
 from paceline.cli.plan.goodput import GoodputCommand
 from paceline.cli.plan.search import SearchCommand
 from paceline.cli.plan.step import BacktestCommand, PlanStepCommand
@@ -152,6 +153,7 @@ class PlanCommand:
         | Annotated[BacktestCommand, tyro.conf.subcommand("backtest")]
         | Annotated[GoodputCommand, tyro.conf.subcommand("goodput")]
         | Annotated[SearchCommand, tyro.conf.subcommand("search")]
+        | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
     )
 
     def run(self) -> int:

@@ -16,13 +16,15 @@ p; sequence parallelism, where t divides what a context rank has of a sequence; 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 from paceline.planner.search.question import SearchQuestion
 
+Array = npt.NDArray[Any]
 CHUNK = 65_536
 """Candidates that are evaluated at a time: few enough for arrays to stay in the cache."""
 _FIELDS = (
@@ -60,7 +62,7 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.micro_batch)
 
-    def take(self, chosen: np.ndarray) -> "Candidates":
+    def take(self, chosen: Array) -> "Candidates":
         """Returns those at these places, or where a mask is true."""
         fields = {name: getattr(self.layouts, name)[chosen] for name in _LAYOUT_FIELDS}
         return Candidates(
@@ -77,7 +79,7 @@ class Candidates:
         return np.asarray(model * layouts.replicate * layouts.shard)
 
     @property
-    def columns(self) -> np.ndarray:
+    def columns(self) -> Array:
         """One column per candidate, from which `candidates_of` makes them again."""
         batch = {"micro_batch": self.micro_batch, "num_micro_batches": self.num_micro_batches}
         return np.stack(
@@ -85,7 +87,7 @@ class Candidates:
         ).astype(np.int64)
 
 
-def candidates_of(columns: np.ndarray) -> Candidates:
+def candidates_of(columns: Array) -> Candidates:
     """Makes candidates of columns of numbers."""
     fields = dict(zip(_FIELDS, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
@@ -94,18 +96,38 @@ def candidates_of(columns: np.ndarray) -> Candidates:
 
 
 def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[Candidates]:
-    """Yields every candidate once, in chunks of at least so many but for the last."""
-    blocks: list[np.ndarray] = []
+    """Yields every candidate once, in chunks of about so many, or of one mesh if that has more."""
+    variants = _Variants(question)
+    waiting: list[tuple[Mesh, tuple[Array, ...]]] = []
     size = 0
     for mesh in meshes(question):
-        block = _variants(question, mesh)
-        blocks.append(block)
-        size += block.shape[1]
-        if size >= chunk:
-            yield candidates_of(np.concatenate(blocks, axis=1))
-            blocks, size = [], 0
+        parts = variants.of(mesh)
+        num_variants = math.prod(part.shape[1] for part in parts)
+        if size and size + num_variants > chunk:
+            yield _filled(waiting, size)
+            waiting, size = [], 0
+        waiting.append((mesh, parts))
+        size += num_variants
     if size:
-        yield candidates_of(np.concatenate(blocks, axis=1))
+        yield _filled(waiting, size)
+
+
+def _filled(blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int) -> Candidates:
+    """Makes the candidates of several meshes: every combination of what varies on each."""
+    columns = np.empty((len(_FIELDS), size), dtype=np.int64)
+    begin = 0
+    for mesh, parts in blocks:
+        sizes = tuple(part.shape[1] for part in parts)
+        end = begin + math.prod(sizes)
+        row = 0
+        for place, part in enumerate(parts):
+            along = tuple(-1 if place == other else 1 for other in range(len(parts)))
+            for values in part:
+                columns[row, begin:end].reshape(sizes)[...] = values.reshape(along)
+                row += 1
+        columns[row:, begin:end] = np.array([[mesh.tensor], [mesh.context], [mesh.pipeline]])
+        begin = end
+    return candidates_of(columns)
 
 
 def meshes(question: SearchQuestion) -> Iterator[Mesh]:
@@ -168,28 +190,33 @@ def _sizes(question: SearchQuestion, field: str, sizes: Sequence[int]) -> Sequen
     return sizes if fixed is None else tuple(size for size in sizes if size == fixed)
 
 
-def _variants(question: SearchQuestion, mesh: Mesh) -> np.ndarray:
-    """Returns one column per way to shard, to cut the batch, and to recompute on a mesh."""
-    shardings = _allowed(question, _shardings(question, mesh), ("replicate", "shard", "stage"))
-    passes = _allowed(
-        question,
-        _passes(question, mesh),
-        ("micro_batch", "num_micro_batches", "pipeline_interleave"),
-    )
-    streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
-    kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
-    recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
-    parts = (shardings, passes, streams, recomputed)
-    shape = tuple(part.shape[1] for part in parts)
-    places = np.unravel_index(np.arange(math.prod(shape)), shape)
-    varying = [part[:, place] for part, place in zip(parts, places, strict=True)]
-    axes = np.array([[mesh.tensor], [mesh.context], [mesh.pipeline]])
-    return np.concatenate([*varying, np.broadcast_to(axes, (3, math.prod(shape)))])
+class _Variants:
+    """What varies on a mesh; meshes with the same axis sizes share it."""
+
+    def __init__(self, question: SearchQuestion) -> None:
+        self._question = question
+        self._shardings: dict[int, Array] = {}
+        self._passes: dict[tuple[int, int], Array] = {}
+        kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
+        self._recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
+
+    def of(self, mesh: Mesh) -> tuple[Array, ...]:
+        """Returns ways to shard, to cut the batch, to split norms and to recompute."""
+        question = self._question
+        if mesh.data not in self._shardings:
+            fields = ("replicate", "shard", "stage")
+            self._shardings[mesh.data] = _allowed(question, _shardings(question, mesh), fields)
+        key = (mesh.data, mesh.pipeline)
+        if key not in self._passes:
+            names = ("micro_batch", "num_micro_batches", "pipeline_interleave")
+            self._passes[key] = _allowed(question, _passes(question, mesh), names)
+        streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
+        return self._shardings[mesh.data], self._passes[key], streams, self._recomputed
 
 
 def _allowed(
     question: SearchQuestion, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
-) -> np.ndarray:
+) -> Array:
     """Returns the rows, one per column, in which no field differs from what is given of it."""
     given: list[Callable[[tuple[int, ...]], bool]] = [
         lambda row, place=place, value=question.fixed[field]: row[place] == value  # type: ignore[misc]

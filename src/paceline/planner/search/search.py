@@ -18,7 +18,7 @@ from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.candidates import Array, Candidates, candidate_chunks, candidates_of
 from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion
@@ -52,7 +52,7 @@ class _Kept:
     """The best column of a mesh, ordered as layouts are chosen."""
 
     rank: tuple[float, ...]
-    column: np.ndarray
+    column: Array
 
 
 def search(
@@ -69,7 +69,7 @@ def search(
     began = time.perf_counter()
     kept: dict[tuple[int, ...], _Kept] = {}
     num_candidates = num_fitting = 0
-    smallest: tuple[float, np.ndarray] | None = None
+    smallest: tuple[float, Array] | None = None
     for chunk in candidate_chunks(question):
         num_candidates += len(chunk)
         workload = question.workload(chunk.micro_batch, chunk.num_micro_batches)
@@ -99,7 +99,7 @@ def search(
 def _keep(
     kept: dict[tuple[int, ...], _Kept],
     fitting: Candidates,
-    memory: np.ndarray,
+    memory: Array,
     question: SearchQuestion,
     costs: Costs,
     top: int,
@@ -134,7 +134,7 @@ def _keep(
 
 
 def _raise_none(
-    question: SearchQuestion, num_candidates: int, smallest: tuple[float, np.ndarray] | None
+    question: SearchQuestion, num_candidates: int, smallest: tuple[float, Array] | None
 ) -> None:
     """Says why there is no layout, and what would make one."""
     given = f" with {dict(question.fixed)}" if question.fixed else ""
@@ -155,7 +155,7 @@ def _raise_none(
     )
 
 
-def _name_of(column: np.ndarray) -> str:
+def _name_of(column: Array) -> str:
     """Returns the short name of the layout in a column."""
     one = candidates_of(column[:, None])
     batch = BatchShape(num_sequences=int(one.micro_batch[0]), context_length=1)

@@ -55,7 +55,7 @@ def plot_front(points: Sequence[FrontPoint], tokens: float, subtitle: str) -> Fi
     axes.set_xlim(left=0.95 * min(hours), right=min(hours) + 1.75 * (max(hours) - min(hours)))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("device-hours")
-    axes.set_ylabel("days, without failures")
-    axes.legend(loc="upper right", fontsize="small", title="days with their 90% interval")
+    axes.set_ylabel("days without failures, 90% interval")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     add_grid(axes, "both")
     return figure

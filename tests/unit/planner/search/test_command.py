@@ -1,0 +1,79 @@
+"""The commands print what was found, as tables and as JSON Lines, and write what they promise."""
+
+import json
+import pathlib
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.cli.plan.quantities import parse_batch_tokens, parse_count, parse_days
+from paceline.core import UsageError
+
+SEARCH = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-tokens", "512K"]
+
+
+def test_the_table_shows_the_best_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEARCH, "--tokens", "1e11", "--price", "2", "--compare", "tp=8,pp=2"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("layouts of 16 devices", "tp 8", "Why not tp=8,pp=2?", "What would help"):
+        assert text in shown
+    for text in ("device-hours", "interruptions", "cost", "twice the memory", "goodput"):
+        assert text in shown
+
+
+def test_json_lines_hold_everything(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    figure, out = tmp_path / "front.svg", tmp_path / "plan"
+    flags = ["--json", "--tokens", "1e11", "--compare", "pp=2", "--top", "3"]
+    assert main([*SEARCH, *flags, "--figure", str(figure), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kinds = [row["kind"] for row in rows]
+    assert kinds[:4] == ["search", "layout", "layout", "layout"]
+    assert {"comparison", "change"} <= set(kinds)
+    assert rows[1]["choice"]["step_time_s"]["low"] < rows[1]["choice"]["step_time_s"]["value"]
+    assert rows[1]["run"]["goodput"] < 1
+    assert figure.read_text().startswith("<?xml")
+    assert (out / "torchtitan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*SEARCH, "--compare", "tq=8"], "unknown field 'tq'; known: dp"),
+        ([*SEARCH, "--context", "1000"], "give a whole number of them, such as"),
+        ([*SEARCH, "--memory", "1GB"], "would help"),
+        ([*SEARCH, "--devices", "0"], "must be at least 1"),
+        ([*SEARCH, "--device", "h100"], "did you mean 'h100-sxm'"),
+        (["plan", "budget", "--flops", "1e30", "--deadline", "1d"], "later --deadline"),
+        (["plan", "budget", "--flops", "many"], "cannot read the flops"),
+        (["plan", "budget", "--flops", "1e22", "--deadline", "soon"], "write it like 30d"),
+    ],
+)
+def test_mistakes_are_named_with_their_remedy(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_budget_without_a_model_gets_twenty_tokens_per_parameter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "budget", "--flops", "1e22", "--deadline", "10d"]) == 0
+    shown = capsys.readouterr().out
+    assert "smallest:" in shown
+    assert "20 tokens per parameter" in shown
+    assert main(["plan", "budget", "--flops", "1e22", "--model", "llama3-8B", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(row["smallest"] for row in rows) == sum(row["cheapest"] for row in rows) == 1
+
+
+def test_counts_are_read_as_people_write_them() -> None:
+    assert parse_batch_tokens("4M", 8192) == 512
+    assert parse_batch_tokens("4194304", 4096) == 1024
+    assert parse_count("15T", "tokens", "1e12") == 15e12
+    assert parse_days("2w") == 14
+    for text in ("4e6", "nan", "x"):
+        with pytest.raises(UsageError):
+            parse_batch_tokens(text, 8192)
