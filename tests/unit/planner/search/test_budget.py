@@ -39,7 +39,7 @@ def test_a_deadline_that_nothing_makes_is_told_with_the_fastest() -> None:
 def test_a_batch_that_nothing_divides_is_told() -> None:
     one = question(shape=model_preset("llama3-8B"), context_length=1, global_batch=1)
     with pytest.raises(UsageError, match="larger --batch-tokens"):
-        plan_budget(one, COSTS, flops=1e26, deadline_days=1.0, peak_flops=PEAK)
+        plan_budget(one, COSTS, flops=1e25, deadline_days=1.0, peak_flops=PEAK)
 
 
 def test_numbers_of_devices_begin_at_the_peak() -> None:
