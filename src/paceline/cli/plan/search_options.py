@@ -12,6 +12,7 @@ from paceline.core.specs import DType, ModelShape
 from paceline.core.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
+    from paceline.planner.calibrations.calibration import FrameworkCalibration
     from paceline.planner.search.costs import Costs
     from paceline.planner.search.question import SearchQuestion
 
@@ -31,7 +32,8 @@ class ClusterOptions:
     precision: Literal["bfloat16", "float16", "float8", "float32"] = "bfloat16"
     """dtype of matmuls; below 32 bits weights have a float32 copy."""
     calibration: str | None = None
-    """What the devices reach with a framework; the best known for the device by default."""
+    """What devices reach with a framework: its name (nemo, llm-foundry), or a file of paceline plan
+    calibrate; the one of most measured runs by default."""
     network: str | None = None
     """Bandwidth of one device between hosts, such as 400gbit; the calibration's by default."""
     memory: str | None = None
@@ -64,15 +66,23 @@ class ClusterOptions:
         self, shape: ModelShape, num_devices: int, *, runnable: bool = False
     ) -> "SearchQuestion":
         """Returns what is searched."""
+        from paceline.planner.calibrations.conventions import Conventions
         from paceline.planner.search.question import SearchQuestion, training_precision
 
+        calibration = self._calibration(self.precision)
+        conventions = Conventions(shards_context=False)
+        precision = training_precision(self.precision, autocast=runnable)
+        if calibration is not None and not runnable:
+            conventions = calibration.conventions
+            precision = calibration.training_precision
         context = self.context or shape.max_context_length
         memory = self.find().memory_bytes.value
         if self.memory is not None:
             memory = parse_bytes(self.memory)
         return SearchQuestion(
             shape=shape,
-            precision=training_precision(self.precision, autocast=runnable),
+            precision=precision,
+            conventions=conventions,
             context_length=context,
             global_batch=parse_batch_tokens(self.batch_tokens, context),
             num_devices=num_devices,
@@ -83,9 +93,15 @@ class ClusterOptions:
 
     def costs(self, precision: DType | None = None) -> "Costs":
         """Returns what devices and links reach with matmuls in a precision."""
-        from paceline.planner.search.costs import assumed_costs
+        from paceline.planner.search.costs import assumed_costs, calibrated_costs
 
-        costs = assumed_costs(self.find(), precision or self.precision, self.devices_per_host)
+        dtype = precision or self.precision
+        calibration = self._calibration(dtype)
+        if calibration is None:
+            costs = assumed_costs(self.find(), dtype)
+        else:
+            costs = calibrated_costs(calibration)
+        costs = costs.with_hosts(self.devices_per_host)
         if self.network is not None:
             costs = costs.with_network(parse_rate(self.network) / 8)
         return costs
@@ -97,4 +113,36 @@ class ClusterOptions:
     def lower_precision(self) -> "Costs | None":
         """Returns the costs of matmuls in float8, where that is lower and devices have it."""
         is_lower = self.precision in ("bfloat16", "float16")
-        return self.costs("float8") if is_lower and "float8" in self.find().peak_flops else None
+        if not is_lower or "float8" not in self.find().peak_flops:
+            return None
+        # Of a framework that was never measured in float8 nothing is known there.
+        has_own = self._calibration("float8") is not None or self._calibration("bfloat16") is None
+        return self.costs("float8") if has_own else None
+
+    def _calibration(self, dtype: DType) -> "FrameworkCalibration | None":
+        """Returns what was measured; None where no run of the device and dtype is known."""
+        from paceline.planner.calibrations.store import (
+            find_calibration,
+            known_calibrations,
+            read_calibrations,
+        )
+
+        name = self.calibration
+        if name is not None and name.endswith(".jsonl"):
+            own = read_calibrations(name)
+            matching = [
+                each for each in own if (each.device, each.precision) == (self.device, dtype)
+            ]
+            if dtype == self.precision and not matching:
+                raise UsageError(f"{name}: no calibration for {self.device} with {dtype} in it")
+            return matching[0] if matching else None
+        of_framework = None
+        if name is not None:
+            of_framework = find_calibration(name, self.device, self.precision).framework
+        known = [
+            each
+            for each in known_calibrations()
+            if (each.device, each.precision) == (self.device, dtype)
+            and of_framework in (None, each.framework)
+        ]
+        return known[0] if known else None

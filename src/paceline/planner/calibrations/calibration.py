@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.specs import Precision
-from paceline.planner.calibrations.conventions import conventions, training_precision
+from paceline.planner.calibrations.conventions import Conventions, conventions, training_precision
 from paceline.planner.cost.cluster import Cluster
 from paceline.planner.cost.layouts import AttentionKernel, Layouts, Workload
 
@@ -56,6 +56,11 @@ class FrameworkCalibration:
     """Least and most of every quantity that a prediction may leave."""
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The fitted constants, shares of what the vendor states."""
+
+    @property
+    def conventions(self) -> Conventions:
+        """How the framework runs a step."""
+        return conventions(self.framework)
 
     @property
     def attention(self) -> AttentionKernel:

@@ -8,7 +8,8 @@ A mesh of t tensor, c context, p pipeline and d data-parallel ranks is a candida
     d   divides the sequences of a step
 
 and t c p d devices are at most those that are held, whole hosts, and no fewer than a given share.
-Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage; micro-batches that
+Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage, which context
+ranks share in where the framework shards over them too; micro-batches that
 divide a rank's sequences; interleaved parts of a stage, where micro-batches come in whole rounds of
 p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation.
 """
@@ -87,12 +88,13 @@ class Candidates:
         ).astype(np.int64)
 
 
-def candidates_of(columns: Array) -> Candidates:
+def candidates_of(columns: Array, question: SearchQuestion) -> Candidates:
     """Makes candidates of columns of numbers."""
     fields = dict(zip(_FIELDS, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
     fields["sequence_parallel"] = fields["sequence_parallel"].astype(bool)
-    return Candidates(layouts=Layouts(**fields), micro_batch=micro_batch, num_micro_batches=passes)
+    layouts = Layouts(**fields, shards_context=question.conventions.shards_context)
+    return Candidates(layouts=layouts, micro_batch=micro_batch, num_micro_batches=passes)
 
 
 def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[Candidates]:
@@ -104,15 +106,17 @@ def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[C
         parts = variants.of(mesh)
         num_variants = math.prod(part.shape[1] for part in parts)
         if size and size + num_variants > chunk:
-            yield _filled(waiting, size)
+            yield _filled(question, waiting, size)
             waiting, size = [], 0
         waiting.append((mesh, parts))
         size += num_variants
     if size:
-        yield _filled(waiting, size)
+        yield _filled(question, waiting, size)
 
 
-def _filled(blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int) -> Candidates:
+def _filled(
+    question: SearchQuestion, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
+) -> Candidates:
     """Makes the candidates of several meshes: every combination of what varies on each."""
     columns = np.empty((len(_FIELDS), size), dtype=np.int64)
     begin = 0
@@ -127,7 +131,7 @@ def _filled(blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int) -> Cand
                 row += 1
         columns[row:, begin:end] = np.array([[mesh.tensor], [mesh.context], [mesh.pipeline]])
         begin = end
-    return candidates_of(columns)
+    return candidates_of(columns, question)
 
 
 def meshes(question: SearchQuestion) -> Iterator[Mesh]:
@@ -195,7 +199,7 @@ class _Variants:
 
     def __init__(self, question: SearchQuestion) -> None:
         self._question = question
-        self._shardings: dict[int, Array] = {}
+        self._shardings: dict[tuple[int, bool], Array] = {}
         self._passes: dict[tuple[int, int], Array] = {}
         kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
         self._recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
@@ -203,15 +207,16 @@ class _Variants:
     def of(self, mesh: Mesh) -> tuple[Array, ...]:
         """Returns ways to shard, to cut the batch, to split norms and to recompute."""
         question = self._question
-        if mesh.data not in self._shardings:
+        ranks = (mesh.data, mesh.context > 1)
+        if ranks not in self._shardings:
             fields = ("replicate", "shard", "stage")
-            self._shardings[mesh.data] = _allowed(question, _shardings(question, mesh), fields)
+            self._shardings[ranks] = _allowed(question, _shardings(question, mesh), fields)
         key = (mesh.data, mesh.pipeline)
         if key not in self._passes:
             names = ("micro_batch", "num_micro_batches", "pipeline_interleave")
             self._passes[key] = _allowed(question, _passes(question, mesh), names)
         streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
-        return self._shardings[mesh.data], self._passes[key], streams, self._recomputed
+        return self._shardings[ranks], self._passes[key], streams, self._recomputed
 
 
 def _allowed(
@@ -228,11 +233,15 @@ def _allowed(
 
 
 def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
-    """Returns replicas, shards and ZeRO stage; without shards the stage is 0."""
+    """Returns replicas, shards and ZeRO stage; where nothing is shared the stage is 0."""
     sizes = (mesh.data,) if question.runnable else divisors(mesh.data)
     stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
+    over_context = question.conventions.shards_context and mesh.context > 1
     sharded = [
-        (mesh.data // shard, shard, stage) for shard in sizes if shard > 1 for stage in stages
+        (mesh.data // shard, shard, stage)
+        for shard in sizes
+        if shard > 1 or over_context
+        for stage in stages
     ]
     return [(mesh.data, 1, 0), *sharded]
 

@@ -28,6 +28,7 @@ BOUNDS = {
     "bubble_s": "pipeline bubble",
     "imbalance_s": "stage imbalance",
     "data_s": "data-parallel communication",
+    "fixed_s": "fixed costs of a step",
 }
 """What each term of a step's time is called."""
 _COMMUNICATION = ("tensor_s", "context_s", "stages_s", "data_s", "expert_s")
@@ -50,6 +51,8 @@ class Choice:
     capacity_bytes: float
     tokens_per_s: float
     """Of all devices together."""
+    outside: tuple[str, ...]
+    """In what the layout lies outside of the runs that were measured."""
     mfu: float | None
     """Model FLOPs, all attention scores counted, over the stated peak of the devices used."""
 
@@ -152,6 +155,7 @@ def choices(
     for place in range(size):
         seconds = total[place]
         used = int(devices[place])
+        one = candidates.take(np.array([place]))
         found.append(
             Choice(
                 layout=layout_at(candidates, place),
@@ -168,6 +172,9 @@ def choices(
                 memory_bytes={name: values[place] for name, values in parts.items()},
                 capacity_bytes=question.memory_bytes,
                 tokens_per_s=question.tokens_per_step / seconds,
+                outside=costs.outside(
+                    one.layouts, question.workload(one.micro_batch, one.num_micro_batches)
+                ),
                 mfu=None if peak_flops is None else flops / (seconds * used * peak_flops),
             )
         )

@@ -7,10 +7,13 @@ from typing import Any
 from paceline.core.hardware import Device
 from paceline.core.specs import DType
 from paceline.core.units import GB
+from paceline.planner.calibrations.calibration import FrameworkCalibration
+from paceline.planner.cost.cluster import Cluster
 from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.step_time import Cluster
 from paceline.planner.cost.topology import Tier, Tiers
 
+Outside = Callable[[Layouts, Workload], tuple[str, ...]]
+"""In what layouts lie outside of the runs that a calibration came from, in words."""
 Interval = Callable[[Layouts, Workload], tuple[Any, Any]]
 """Factors on the predicted time between which the measured one should lie, for many layouts."""
 
@@ -30,6 +33,7 @@ class Costs:
     hidden: float
     """Share of a pass that hides communication."""
     interval: Interval
+    outside: Outside
     note: str
     """Where the figures come from, in a line."""
 
@@ -43,6 +47,24 @@ class Costs:
     def network_bytes_per_s(self) -> float:
         """Of one device and direction between hosts."""
         return self.cluster.tiers.tiers[-1].bytes_per_s
+
+    def with_hosts(self, devices_per_host: int) -> "Costs":
+        """Returns the same with hosts of so many devices."""
+        inner, *outer = self.cluster.tiers.tiers
+        tiers = Tiers((dataclasses.replace(inner, num_devices=devices_per_host), *outer))
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, tiers=tiers))
+
+
+def calibrated_costs(calibration: FrameworkCalibration) -> Costs:
+    """Returns the costs of a calibration."""
+    return Costs(
+        name=calibration.name,
+        cluster=calibration.cluster,
+        hidden=calibration.hidden,
+        interval=calibration.interval,
+        outside=calibration.outside,
+        note=f"calibration {calibration.name}: fitted to {len(calibration.rows)} measured runs",
+    )
 
 
 def assumed_costs(device: Device, dtype: DType, devices_per_host: int = 8) -> Costs:
@@ -65,6 +87,7 @@ def assumed_costs(device: Device, dtype: DType, devices_per_host: int = 8) -> Co
         ),
         hidden=1.0,
         interval=lambda layouts, workload: (_LOW, _HIGH),
+        outside=lambda layouts, workload: (),
         note=f"no calibration for {device.name}: 60% of its stated peak, 70% of its memory "
         "bandwidth and 400 Gbit/s between hosts are assumed, and may be off by a third",
     )

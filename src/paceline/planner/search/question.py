@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.core.errors import UsageError, did_you_mean
 from paceline.core.specs import DType, ModelShape, Precision, require_at_least
+from paceline.planner.calibrations.conventions import Conventions
 from paceline.planner.cost.layouts import CHECKPOINTING, Workload
 
 SHORT_NAMES = {
@@ -41,6 +42,10 @@ class SearchQuestion:
     devices_per_host: int = 8
     runnable: bool = False
     """Whether only layouts count that Paceline's own trainer runs."""
+    conventions: Conventions = dataclasses.field(
+        default_factory=lambda: Conventions(shards_context=False)
+    )
+    """How the framework runs a step: its attention, what it shards, when it averages gradients."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Fields that are given instead of searched, by their name in `SHORT_NAMES`' values."""
     least_used: float = 0.9
@@ -65,6 +70,9 @@ class SearchQuestion:
             context_length=self.context_length,
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
+            attention=self.conventions.attention,
+            dropout=self.conventions.dropout,
+            reduces_every_pass=self.conventions.reduces_every_pass,
         )
 
 

@@ -85,7 +85,7 @@ def search(
     if not kept:
         _raise_none(question, num_candidates, smallest)
     best = heapq.nsmallest(top, kept.values(), key=lambda each: each.rank)
-    found = candidates_of(np.stack([each.column for each in best], axis=1))
+    found = candidates_of(np.stack([each.column for each in best], axis=1), question)
     return SearchResult(
         question=question,
         costs=costs,
@@ -146,7 +146,7 @@ def _raise_none(
             "number of devices and a batch that share more factors, such as powers of two"
         )
     least_bytes, column = smallest
-    tightest = _name_of(column)
+    tightest = _name_of(column, question)
     more = least_bytes / question.memory_bytes
     raise NoLayoutError(
         f"none of {num_candidates:,} layouts{given} fits: the smallest ({tightest}) holds "
@@ -155,9 +155,9 @@ def _raise_none(
     )
 
 
-def _name_of(column: Array) -> str:
+def _name_of(column: Array, question: SearchQuestion) -> str:
     """Returns the short name of the layout in a column."""
-    one = candidates_of(column[:, None])
+    one = candidates_of(column[:, None], question)
     batch = BatchShape(num_sequences=int(one.micro_batch[0]), context_length=1)
     return layout_name(layout_at(one, 0), batch)
 

@@ -79,8 +79,9 @@ def test_none_that_divides_is_missing() -> None:
 
 
 def test_columns_make_the_same_candidates_again() -> None:
-    chunk = next(candidate_chunks(question()))
-    again = candidates_of(chunk.columns)
+    asked = question()
+    chunk = next(candidate_chunks(asked))
+    again = candidates_of(chunk.columns, asked)
     assert (again.columns == chunk.columns).all()
     assert again.layouts.sequence_parallel.dtype == np.bool_
     assert len(chunk.take(np.array([0, 2]))) == 2

@@ -49,6 +49,7 @@ def _choice(layout: ParallelLayout, passes: int = 16, micro_batch: int = 1) -> C
         capacity_bytes=80e9,
         tokens_per_s=1e6,
         mfu=0.4,
+        outside=(),
     )
 
 

@@ -33,7 +33,12 @@ def search_table(
             f"{result.num_candidates:,} layouts of {question.num_devices:,} devices, "
             f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
         ),
-        notes=(*_alike_note(alike, result.choices), *_idle_note(result), *notes),
+        notes=(
+            *_alike_note(alike, result.choices),
+            *_idle_note(result),
+            *notes,
+            *_outside_note(result.best),
+        ),
     )
 
 
@@ -71,6 +76,12 @@ def _alike_note(alike: int, found: Sequence[Choice]) -> tuple[str, ...]:
         return ()
     everything = "all of these" if alike == len(found) else f"the first {alike}"
     return (f"≈ {everything} cannot be told apart: measure 20 steps of each.",)
+
+
+def _outside_note(best: Choice) -> tuple[str, ...]:
+    if not best.outside:
+        return ()
+    return (f"The interval is wider because of {' and '.join(best.outside)}.",)
 
 
 def _idle_note(result: SearchResult) -> tuple[str, ...]:
