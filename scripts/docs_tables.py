@@ -71,6 +71,44 @@ def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
         yield "contention: slowdown", operation, contention.slowdown
 
 
+def backtest_summary(records: Sequence[Record]) -> Table:
+    """Returns how far each method's loss beyond the runs was off, by sweep and budgets shown."""
+    groups: dict[tuple[str, str], dict[int, list[Record]]] = {}
+    for record in records:
+        sweep, method = str(record.case["sweep"]), str(record.case["method"])
+        windows = groups.setdefault((sweep, method), {})
+        windows.setdefault(int(record.case["num_budgets"]), []).append(record)
+    shown = sorted({number for windows in groups.values() for number in windows})
+    most = {number: max(len(windows[number]) for windows in groups.values()) for number in shown}
+    rows = []
+    for (sweep, method), windows in groups.items():
+        cells = [sweep, method]
+        for number in shown:
+            errors = [_backtest_error(record) for record in windows[number]]
+            held = sum(_is_held(record) for record in windows[number])
+            cells.append(
+                f"{statistics.mean(errors):.2%}, at most {max(errors):.2%}; held "
+                f"{held} of {most[number]}"
+                + (f", none in {most[number] - len(errors)}" if len(errors) < most[number] else "")
+            )
+        rows.append(tuple(cells))
+    return Table(
+        headers=("sweep", "method", *(f"{number} budgets" for number in shown)),
+        rows=tuple(rows),
+        caption="error of the least loss at 8 times the largest budget fitted: mean, largest, and "
+        "how often the 90% interval held it; chosen: by budgets held out inside each window",
+    )
+
+
+def _backtest_error(record: Record) -> float:
+    return abs(record.metrics["loss"].value / record.metrics["observed_loss"].value - 1)
+
+
+def _is_held(record: Record) -> bool:
+    loss, observed = record.metrics["loss"], record.metrics["observed_loss"].value
+    return loss.low is not None and loss.high is not None and loss.low <= observed <= loss.high
+
+
 def answers_table(records: Sequence[Record]) -> Table:
     """Returns records of kind scaling as a table, one row per method and budget."""
     rows = tuple(

@@ -145,6 +145,7 @@ OTHER_TABLES = {
     "step-backtest": ("step-backtest",),
     "calibration-repeats": ("calibration-repeats",),
     "scaling-course": ("scaling-course",),
+    "scaling-porian": ("scaling-porian",),
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
     "scaling-speed": ("scaling-speed",),
     "chaos": ("chaos",),

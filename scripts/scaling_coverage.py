@@ -12,6 +12,7 @@ import numpy as np
 from paceline.scaling.checks.diagnose import diagnose
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.bootstrap import draw_counts
+from paceline.scaling.fits.held_out import MethodChoice
 from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
@@ -93,7 +94,10 @@ def warning_study(
     for seed in range(num_sweeps):
         sweep = synthetic_sweep(surface, noise=noise, departure=departure, seed=seed)
         fitted = fit_parametric(sweep, draw_counts(sweep, _DIAGNOSIS_DRAWS, seed))
-        found = ScalingFit(sweep=sweep, profiles=(), methods=(fitted,), left_out=())
+        choice = MethodChoice(method="parametric", is_trimmed=False, held_out=(), scores=())
+        found = ScalingFit(
+            runs=sweep, sweep=sweep, profiles=(), methods=(fitted,), left_out=(), choice=choice
+        )
         findings = diagnose(found, [1e22])
         num_warned += any(finding.name == "misspecified_surface" for finding in findings)
         ratios.append(float(fitted.surface.optimal_parameters(target)) / truth)

@@ -10,10 +10,11 @@ import os
 import pathlib
 import sys
 
-from docs_tables import answers_table, study_table
+from docs_tables import answers_table, backtest_summary, study_table
 
 from paceline.records import RecordStore, latest_per_case
-from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws
+from paceline.reports.plots.scaling_laws.backtest import plot_scaling_backtest
+from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS, plot_laws
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.table import render_markdown
 from paceline.scaling import fit, read_sweep, synthetic_sweep
@@ -24,7 +25,8 @@ RESULTS = ROOT / "results"
 TABLES = ROOT / "docs" / "generated"
 IMAGES = ROOT / "docs" / "images"
 _NOISY = "scaling-laws-noisy"
-PICTURES = (*SCALING_PLOTS, _NOISY)
+_BACKTEST = "scaling-porian"
+PICTURES = (*SCALING_PLOTS, _NOISY, _BACKTEST)
 
 
 def tables() -> dict[str, str]:
@@ -33,7 +35,9 @@ def tables() -> dict[str, str]:
         latest_per_case(RecordStore(RESULTS / f"{name}.jsonl").read())
         for name in ("scaling-course", "scaling-studies", "scaling-speed")
     )
+    backtest = list(RecordStore(RESULTS / "scaling-porian.jsonl").read())
     made = {
+        "scaling-porian": backtest_summary(backtest),
         "scaling-course": answers_table(course),
         "scaling-coverage": study_table(studies, "coverage"),
         "scaling-warnings": study_table(studies, "warning"),
@@ -49,6 +53,8 @@ def main() -> int:
         (TABLES / name).write_text(text, encoding="utf-8")
     noisy = fit(synthetic_sweep(EPOCH, noise=0.01, seed=1))
     save_figure(plot_laws(noisy), IMAGES, _NOISY)
+    backtest = list(RecordStore(RESULTS / "scaling-porian.jsonl").read())
+    save_figure(plot_scaling_backtest(backtest), IMAGES, _BACKTEST)
     course_data = os.environ.get("PACELINE_COURSE_DATA")
     if course_data is None:
         print("PACELINE_COURSE_DATA is not set: the courses' pictures stay as they are")

@@ -24,6 +24,8 @@ _Runs = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN
 class FitOptions:
     """How runs are fitted."""
 
+    sweep: str | None = None
+    """Name of the sweep, in a JSON file of several."""
     draws: int = 1000
     """Bootstrap replicates that intervals are made of."""
     seed: int = 0
@@ -95,7 +97,7 @@ class FitCommand:
                 sys.stdout.write(f"{run_text(decision)}\n")
             _print_findings(findings)
         if self.plots is not None:
-            from paceline.reports.plots.scaling import SCALING_PLOTS
+            from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS
             from paceline.reports.plots.style import save_figure
 
             for name, plot in SCALING_PLOTS.items():
@@ -235,7 +237,7 @@ class ScalingCommand:
 def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
     from paceline.scaling import fit, read_sweep
 
-    sweep = read_sweep(runs)
+    sweep = read_sweep(runs, name=options.sweep)
     for remark in sweep.remarks:
         say(f"{runs}: row {remark.row}: {remark.name}: {remark.message}")
     return fit(sweep, num_draws=options.draws, seed=options.seed)

@@ -115,6 +115,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # What a method of scaling laws says of a budget; studies judge methods by known truths.
     "scaling": (("method", "compute_budget"), ()),
+    # A method's loss at a budget beyond those of a real sweep that it was shown.
+    "scaling_backtest": (("sweep", "method", "num_budgets", "compute_budget"), ("fitted",)),
     "scaling_run": (
         ("compute_budget", "parameters"),
         ("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),

@@ -9,7 +9,7 @@ from paceline.course.findings.template import against, make_finding
 from paceline.reports.document.model import Block
 from paceline.reports.document.pictures import picture_of
 from paceline.reports.evidence.groups import Evidence
-from paceline.reports.plots.scaling import SCALING_PLOTS
+from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS
 from paceline.reports.tables.scaling import methods_table, waste_table
 from paceline.scaling import decide, diagnose, fit, read_sweep, synthetic_sweep
 from paceline.scaling.allocation.decide import Answer, Decision
@@ -21,7 +21,7 @@ _NUM_DRAWS = 200
 _NOISE = 0.003
 """Of the runs that are made up: that of repeated runs."""
 _PLOTS = ("scaling-profiles", "scaling-laws")
-_BEST, _ADVISED = "parametric", "lowest_run"
+_ADVISED = "lowest_run"
 
 
 def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
@@ -59,7 +59,7 @@ def _by(decision: Decision, method: str) -> Answer | None:
 
 
 def _allocation(decision: Decision) -> Finding:
-    best = _by(decision, _BEST) or decision.answers[-1]
+    best = _by(decision, decision.method) or decision.answers[-1]
     return make_finding(
         "best_allocation",
         "{flops} FLOPs are best spent on {parameters} parameters ({parameters_low} to "
@@ -77,18 +77,19 @@ def _allocation(decision: Decision) -> Finding:
 
 
 def _methods(decision: Decision) -> Iterator[Finding]:
-    best, advised = _by(decision, _BEST), _by(decision, _ADVISED)
+    best, advised = _by(decision, decision.method), _by(decision, _ADVISED)
     if best is not None and advised is not None:
         yield make_finding(
             "lowest_run",
             "Taking the lowest run of each budget, as the hand-out advises, gives {parameters} "
-            "parameters at {flops} FLOPs, beside the fitted surface's {fitted_parameters}: "
+            "parameters at {flops} FLOPs, beside {fitted_parameters} by the {method} method: "
             "{verdict}.",
             "It keeps one run of each budget, whose size is one of the few that were tried; a fit "
             "uses the shape of every profile. Tokens are C/6N in every method.",
             parameters=advised.parameters.value,
             flops=f"{decision.compute:.0e}",
             fitted_parameters=best.parameters.value,
+            method=best.method,
             verdict=against(advised.parameters.value, best.parameters.value),
         )
 

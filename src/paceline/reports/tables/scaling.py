@@ -38,7 +38,9 @@ def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) 
                 f"parametric N at {decision.compute:.3g} FLOPs by profile: "
                 f"{with_interval(decision.profile, '{:.3g}'.format)}"
                 for decision in decisions
+                if decision.profile is not None
             ),
+            fit.choice.reason,
             *(f"left out: {reason}" for _method, reason in fit.left_out),
         ),
     )
@@ -52,7 +54,7 @@ def waste_table(decision: Decision) -> Table:
             (f"{waste.parameters:.3g}", waste.reason, f"{waste.wasted:.2%}", f"{waste.loss:.4f}")
             for waste in decision.waste
         ),
-        caption=f"what being wrong costs at {decision.compute:.3g} FLOPs, by the fitted surface",
+        caption=f"what being wrong costs at {decision.compute:.3g} FLOPs, by {decision.method}",
     )
 
 

@@ -15,13 +15,11 @@ from paceline.scaling.allocation.model_shapes import (
     suggested_batch_tokens,
     suggested_learning_rate,
 )
+from paceline.scaling.allocation.waste import Waste, price_sizes
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.bootstrap import MethodName
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.fits.profile_likelihood import profile_interval
-from paceline.scaling.surface import tokens_for
-
-WRONG_BY = (0.25, 0.5, 2.0, 4.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,17 +34,6 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Waste:
-    """FLOPs that a model of another size throws away."""
-
-    parameters: float
-    reason: str
-    wasted: float
-    """Share of the FLOPs that the best model would have saved."""
-    loss: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
     """What to do with one budget."""
 
@@ -56,12 +43,14 @@ class Decision:
     """The budget over the largest one that was tried."""
     answers: tuple[Answer, ...]
     """The answers of the methods that the runs allowed."""
-    profile: Estimate
+    method: MethodName
+    """The method that held at held-out budgets: its answer is the one to act on."""
+    profile: Estimate | None
     """The parametric N once more, with its profile interval: the check on the bootstrap's."""
     waste: tuple[Waste, ...]
     """FLOPs that models too small or too large by some factors would throw away."""
     run: TrainingRun
-    """The parametric answer as something to train: a shape, its tokens and steps."""
+    """That answer as something to train: a shape, its tokens and steps."""
     learning_rate: float
     """Peak learning rate to begin tuning at, by a published law."""
 
@@ -75,7 +64,7 @@ def decide(
     context_length: int = 2048,
     batch_tokens: int | None = None,
 ) -> list[Decision]:
-    """Answers for every budget by every method, and plans the parametric method's run.
+    """Answers for every budget by every method, and plans the run of the one that held.
 
     Args:
         fit: What the methods make of the runs.
@@ -103,7 +92,7 @@ def decide(
             )
             for prediction in predictions
         )
-        (chosen,) = [answer for answer in answers if answer.method == fit.parametric.method]
+        (chosen,) = [answer for answer in answers if answer.method == fit.choice.method]
         shape = nearest_shape(
             chosen.parameters.value, vocab_size=vocab_size, context_length=context_length
         )
@@ -115,30 +104,13 @@ def decide(
                 compute=float(budget),
                 extrapolation=float(budget / fit.sweep.compute.max()),
                 answers=answers,
-                profile=profile_interval(fit.sweep, fit.parametric, float(budget), level),
-                waste=_waste(fit, chosen),
+                method=chosen.method,
+                profile=profile_interval(fit.sweep, fit.parametric, float(budget), level)
+                if fit.has_surface
+                else None,
+                waste=price_sizes(fit, chosen.compute, chosen.parameters),
                 run=plan_run(shape, float(budget), batch),
                 learning_rate=suggested_learning_rate(chosen.parameters.value, chosen.tokens.value),
             )
         )
     return decisions
-
-
-def _waste(fit: ScalingFit, chosen: Answer) -> tuple[Waste, ...]:
-    best = chosen.parameters
-    sizes = [(factor * best.value, f"{factor:g} times the best N") for factor in WRONG_BY]
-    sizes += [
-        (end, f"the {name} end of the interval")
-        for name, end in (("lower", best.low), ("upper", best.high))
-        if end is not None
-    ]
-    surface = fit.parametric.surface
-    return tuple(
-        Waste(
-            parameters=size,
-            reason=reason,
-            wasted=float(surface.wasted_compute(chosen.compute, size)),
-            loss=float(surface.loss(size, tokens_for(chosen.compute, size))),
-        )
-        for size, reason in sorted(sizes)
-    )

@@ -11,22 +11,16 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
-from paceline.scaling.checks.lack_of_fit import find_lack_of_fit
+from paceline.scaling.checks.run_findings import diagnose_runs, listed
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.envelope import curve_losses
 from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
-from paceline.scaling.fits.parametric import SurfaceFit
+from paceline.scaling.fits.lack_of_fit import LackOfFit, find_lack_of_fit
+from paceline.scaling.fits.parametric import SurfaceFit, fit_parametric, residuals_of
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
-from paceline.scaling.runs.sweep import Sweep
-from paceline.scaling.surface import Array, compute_for, tokens_for
+from paceline.scaling.surface import Array, tokens_for
 
-_FEWEST_BUDGETS = 4
-_SMALLEST_SPAN = 10.0
-_FEWEST_SIZES = 5
 _BIAS = 0.02
-_COMPUTE_TOLERANCE = 0.02
-_CHANCE = 0.02
-_PATTERN = 1e-4
 _OUTLYING_DEVIATIONS = 6.0
 _SMALLEST_OUTLIER = 0.005
 _FARTHEST = 30.0
@@ -48,7 +42,7 @@ def diagnose(
         level: Probability with which the intervals compared hold the truth.
     """
     targets = np.asarray(compute, dtype=np.float64)
-    findings = [*_left_out(fit.sweep), *_compute_counting(fit.sweep), *_budgets(fit), *_edges(fit)]
+    findings = diagnose_runs(fit)
     if fit.has_surface:
         findings += [
             *_outliers(fit),
@@ -78,81 +72,14 @@ def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
     return np.asarray(found / surface.optimal_parameters(compute) - 1)
 
 
-def _left_out(sweep: Sweep) -> Iterator[Finding]:
-    gone = [remark for remark in sweep.remarks if remark.is_left_out]
-    if not gone:
-        return
-    rows = "; ".join(f"row {remark.row}: {remark.message}" for remark in gone[:5])
-    more = f" and {len(gone) - 5} more" if len(gone) > 5 else ""
-    yield Finding(
-        name="runs_left_out",
-        message=f"{len(gone)} rows are not used: {rows}{more}",
-        remedy="see that they are not missing on one side of the optimum only",
-    )
-
-
-def _compute_counting(sweep: Sweep) -> Iterator[Finding]:
-    ratio = sweep.compute / compute_for(sweep.parameters, sweep.tokens)
-    low, high = float(ratio.min()), float(ratio.max())
-    if high / low - 1 > _COMPUTE_TOLERANCE:
-        yield Finding(
-            name="flops_counting",
-            message=f"the stated compute is {low:.3g} to {high:.3g} times 6ND, depending on N: "
-            "embedding, output layer or attention are counted in one and not in the other",
-            remedy="count parameters and FLOPs alike for all sizes, the output layer in both",
-        )
-    elif abs(float(np.median(ratio)) - 1) > _COMPUTE_TOLERANCE:
-        yield Finding(
-            name="inconsistent_compute",
-            message=f"the stated compute is {np.median(ratio):.3g} times 6ND",
-            remedy="state budgets as 6ND; N and D at a target are tied by it",
-        )
-
-
-def _budgets(fit: ScalingFit) -> Iterator[Finding]:
-    budgets = fit.sweep.budgets
-    span = float(budgets[-1] / budgets[0])
-    if len(budgets) < _FEWEST_BUDGETS or span < _SMALLEST_SPAN:
-        yield Finding(
-            name="too_few_budgets",
-            message=f"{len(budgets)} budgets that span a factor of {span:.3g} set the exponent",
-            remedy=f"run at least {_FEWEST_BUDGETS} budgets over a factor of "
-            f"{_SMALLEST_SPAN:.0f} or more",
-        )
-    thin = [
-        f"{profile.compute:.3g}"
-        for profile in fit.profiles
-        if len(np.unique(fit.sweep.parameters[profile.members])) < _FEWEST_SIZES
-    ]
-    if thin:
-        yield Finding(
-            name="too_few_sizes",
-            message=f"fewer than {_FEWEST_SIZES} sizes at {_listed(thin)} FLOPs: a parabola "
-            "has nothing left to judge it by",
-            remedy="add sizes there, on both sides of the lowest run",
-        )
-
-
-def _edges(fit: ScalingFit) -> Iterator[Finding]:
-    for profile in fit.profiles:
-        if profile.edge is not None:
-            yield Finding(
-                name="minimum_at_edge",
-                message=f"at {profile.compute:.3g} FLOPs the {profile.edge} model tried "
-                f"({fit.sweep.parameters[profile.lowest]:.3g} parameters) has the least loss, so "
-                "the minimum lies beyond it",
-                remedy=f"run {'larger' if profile.edge == 'largest' else 'smaller'} models there",
-            )
-
-
 def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     surfaces = [found for found in fit.methods if isinstance(found, SurfaceFit)]
     # Huber's fit is not pulled towards the very runs that are looked for.
-    residuals = surfaces[0].residuals
+    residuals = residuals_of(surfaces[0].surface, fit.runs)
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     threshold = max(_OUTLYING_DEVIATIONS * spread, _SMALLEST_OUTLIER)
     runs = np.flatnonzero(np.abs(residuals) > threshold)
-    sweep = fit.sweep
+    sweep = fit.runs
     named = [
         f"N {sweep.parameters[run]:.3g}, C {sweep.compute[run]:.3g} ({residuals[run]:+.1%})"
         for run in runs
@@ -160,14 +87,14 @@ def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     if named:
         yield Finding(
             name="outlying_runs",
-            message=f"{len(runs)} losses lie far from the surface: {_listed(named)}",
+            message=f"{len(runs)} losses lie far from the surface: {listed(named)}",
             remedy="look at those runs (divergence, a wrong entry); mark them or run them again",
         )
 
 
 def _misspecification(fit: ScalingFit) -> Iterator[Finding]:
-    lack = find_lack_of_fit(fit.sweep, fit.parametric)
-    if lack is None or lack.chance > _CHANCE or lack.size < _PATTERN:
+    lack = _lack_of_fit(fit)
+    if lack is None or not lack.is_certain:
         return
     yield Finding(
         name="misspecified_surface",
@@ -177,6 +104,17 @@ def _misspecification(fit: ScalingFit) -> Iterator[Finding]:
         remedy="tune the learning rate at every size, scale warm-up and schedule with the run, "
         "leave out the smallest models; until then no interval here can be trusted",
     )
+
+
+def _lack_of_fit(fit: ScalingFit) -> LackOfFit | None:
+    """Tests the surface of all runs: those that were trimmed are off it for a reason."""
+    if len(fit.sweep) < len(fit.runs):
+        try:
+            found = fit_parametric(fit.runs, np.ones((1, len(fit.runs))))
+            return find_lack_of_fit(fit.runs, found)
+        except UsageError:
+            pass
+    return find_lack_of_fit(fit.sweep, fit.parametric)
 
 
 def _curves(fit: ScalingFit) -> Iterator[Finding]:
@@ -207,7 +145,8 @@ def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
             "use the parametric method or more sizes",
         ),
     }
-    names = {found.method for found in fit.methods}
+    # A surface that did not hold is no truth to measure others by.
+    names = {found.method for found in fit.methods} if isinstance(fit.chosen, SurfaceFit) else ()
     for method, (name, reason, remedy) in findings.items():
         if method not in names:
             continue
@@ -224,7 +163,7 @@ def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
 
 def _determination(fit: ScalingFit, targets: Array, level: float) -> Iterator[Finding]:
     found = fit.parametric
-    band = predict(found, targets, level).parameters
+    band = predict(fit.chosen, targets, level).parameters
     ratio = band.high / band.low
     worst = int(ratio.argmax())
     if ratio[worst] > _WIDEST:
@@ -264,7 +203,8 @@ def _distance(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
 
 
 def _disagreement(fit: ScalingFit, targets: Array, level: float) -> Iterator[Finding]:
-    own = predict(fit.parametric, targets, level).parameters
+    own = predict(fit.chosen, targets, level).parameters
+    chosen = fit.choice.method
     for found in fit.methods:
         other = predict(found, targets, level).parameters
         ratio = np.exp(np.abs(np.log(other.value / own.value)))
@@ -273,12 +213,7 @@ def _disagreement(fit: ScalingFit, targets: Array, level: float) -> Iterator[Fin
             yield Finding(
                 name="methods_disagree",
                 message=f"at {targets[worst]:.3g} FLOPs {found.method} says N = "
-                f"{other.value[worst]:.3g}, parametric {own.value[worst]:.3g}",
-                remedy="see the other findings for the reason; where there is none, the "
-                "parametric method uses every run",
+                f"{other.value[worst]:.3g}, {chosen} {own.value[worst]:.3g}",
+                remedy=f"see the other findings for the reason; where there is none, {chosen} "
+                "predicted held-out budgets",
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

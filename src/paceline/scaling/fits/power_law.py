@@ -90,6 +90,11 @@ class SaturatingLaw:
         power = (compute / self.centre) ** -self.exponent[:, None]
         return np.asarray(self.floor[:, None] + self.height[:, None] * power)
 
+    def compute_for(self, loss: Array) -> Array:
+        """Returns the compute at which the first law reaches each loss."""
+        reducible = (loss - self.floor[0]) / self.height[0]
+        return np.asarray(self.centre * reducible ** (-1 / self.exponent[0]))
+
 
 def fit_saturating_law(compute: Array, losses: Array) -> SaturatingLaw:
     """Fits every row of `losses`, in relative error and with a floor that is not negative."""

@@ -1,12 +1,14 @@
 """Sweeps from files: JSON, JSON Lines, CSV, and records of runs.
 
 The suffix says which; a line of JSON that carries a record's `schema` is read as a record, whose
-parameters are those of the model in its case.
+parameters are those of the model in its case. A JSON object is a file of several sweeps by name,
+each with `runs` that are objects, or arrays of compute, parameters, tokens and loss.
 """
 
 import csv
 import io
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 
@@ -16,15 +18,21 @@ from paceline.core.specs import ModelShape
 from paceline.scaling.runs.sweep import Sweep, sweep_from_rows
 
 _MODEL_FIELDS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+_ARRAY_FIELDS = ("compute_budget", "parameters", "tokens", "final_loss")
 _OPTIONAL_MODEL_FIELDS = ("num_kv_heads", "head_dim", "tied_embeddings")
 
 
-def read_sweep(path: pathlib.Path) -> Sweep:
-    """Reads the runs of a .json, .jsonl or .csv file at `path`."""
-    return sweep_from_rows(read_rows(path), str(path))
+def read_sweep(path: str | os.PathLike[str], *, name: str | None = None) -> Sweep:
+    """Reads the runs of a .json, .jsonl or .csv file at `path`.
+
+    Args:
+        path: The file.
+        name: Name of the sweep, in a JSON file of several.
+    """
+    return sweep_from_rows(read_rows(pathlib.Path(path), name), str(path))
 
 
-def read_rows(path: pathlib.Path) -> list[Mapping[str, object]]:
+def read_rows(path: pathlib.Path, name: str | None = None) -> list[Mapping[str, object]]:
     """Reads a file's rows, as they are; a file without any is an error."""
     readers = {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv}
     if path.suffix not in readers:
@@ -36,7 +44,7 @@ def read_rows(path: pathlib.Path) -> list[Mapping[str, object]]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text file: {error.reason}") from error
     try:
-        rows = readers[path.suffix](text, str(path))
+        rows = readers[path.suffix](text, str(path), name)
     except (csv.Error, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     if not rows:
@@ -44,17 +52,42 @@ def read_rows(path: pathlib.Path) -> list[Mapping[str, object]]:
     return rows
 
 
-def _read_json(text: str, source: str) -> list[Mapping[str, object]]:
+def _read_json(text: str, source: str, name: str | None) -> list[Mapping[str, object]]:
     try:
         content = json.loads(text)
     except ValueError as error:
         raise UsageError(f"{source}: not valid JSON: {error}") from error
+    if isinstance(content, dict):
+        content = _named_runs(content, source, name)
+    else:
+        _require_unnamed(source, name)
     if not isinstance(content, list):
         raise UsageError(f"{source}: a JSON array of runs is expected")
     return [_row(entry, f"{source}: row {number}") for number, entry in enumerate(content, start=1)]
 
 
-def _read_json_lines(text: str, source: str) -> list[Mapping[str, object]]:
+def _named_runs(sweeps: Mapping[str, object], source: str, name: str | None) -> object:
+    """Returns the runs of one of a file's sweeps."""
+    known = [key for key, value in sweeps.items() if isinstance(value, dict) and "runs" in value]
+    if not known:
+        raise UsageError(f"{source}: a JSON array of runs is expected, or sweeps by name")
+    if name is None and len(known) == 1:
+        name = known[0]
+    if name not in known:
+        raise UsageError(f"{source}: holds the sweeps {', '.join(known)}; name one of them")
+    runs = sweeps[name]["runs"]  # type: ignore[index]
+    return [_row_of_array(run) for run in runs] if isinstance(runs, list) else runs
+
+
+def _row_of_array(run: object) -> object:
+    """Returns a run given as an array of four numbers as a row; others as they are."""
+    if not isinstance(run, list) or len(run) != len(_ARRAY_FIELDS):
+        return run
+    return dict(zip(_ARRAY_FIELDS, run, strict=True))
+
+
+def _read_json_lines(text: str, source: str, name: str | None) -> list[Mapping[str, object]]:
+    _require_unnamed(source, name)
     rows = []
     for number, line in enumerate((line for line in text.split("\n") if line.strip()), start=1):
         where = f"{source}: row {number}"
@@ -68,7 +101,8 @@ def _read_json_lines(text: str, source: str) -> list[Mapping[str, object]]:
     return rows
 
 
-def _read_csv(text: str, source: str) -> list[Mapping[str, object]]:
+def _read_csv(text: str, source: str, name: str | None) -> list[Mapping[str, object]]:
+    _require_unnamed(source, name)
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows: list[Mapping[str, object]] = []
     for number, entry in enumerate(reader, start=1):
@@ -76,6 +110,11 @@ def _read_csv(text: str, source: str) -> list[Mapping[str, object]]:
             raise UsageError(f"{source}: row {number}: not as many cells as there are headers")
         rows.append({field.strip(): cell.strip() for field, cell in entry.items()})
     return rows
+
+
+def _require_unnamed(source: str, name: str | None) -> None:
+    if name is not None:
+        raise UsageError(f"{source}: holds one sweep without a name; leave out the name {name!r}")
 
 
 def _row(entry: object, where: str) -> Mapping[str, object]:

@@ -7,11 +7,13 @@ left out and said so, because a sweep of hundreds of runs always has a few.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import UsageError
 from paceline.scaling.surface import Array, Numbers, compute_for, tokens_for
@@ -99,6 +101,15 @@ class Sweep:
                 number, first = number + 1, log
             index[position] = number
         return index
+
+    def of_runs(self, is_chosen: npt.NDArray[np.bool_]) -> "Sweep":
+        """Returns the sweep of the runs that `is_chosen` marks, with the remarks of all rows."""
+        columns = {
+            field: getattr(self, field)[is_chosen]
+            for field in ("parameters", "tokens", "loss", "compute")
+        }
+        curves = tuple(itertools.compress(self.curves, is_chosen))
+        return dataclasses.replace(self, **columns, curves=curves)
 
     @property
     def has_curves(self) -> bool:

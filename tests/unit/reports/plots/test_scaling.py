@@ -3,7 +3,12 @@
 import pytest
 
 from paceline.reports.document.pictures import picture_of
-from paceline.reports.plots.scaling import SCALING_PLOTS, plot_laws, plot_profiles, plot_residuals
+from paceline.reports.plots.scaling_laws.fitted import (
+    SCALING_PLOTS,
+    plot_laws,
+    plot_profiles,
+    plot_residuals,
+)
 from paceline.reports.tables.scaling import methods_table, run_text, runs_table, waste_table
 from paceline.scaling import CandidateRun, ScalingFit, SweepDesign, fit, synthetic_sweep
 from paceline.scaling.allocation.decide import decide

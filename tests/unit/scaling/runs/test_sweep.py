@@ -141,3 +141,21 @@ def test_a_missing_file_is_named(tmp_path: pathlib.Path) -> None:
 def test_a_sweep_holds_only_runs_that_can_be_fitted(loss: list[float]) -> None:
     with pytest.raises(UsageError, match=r"Sweep\.(loss|parameters)"):
         Sweep.from_arrays(parameters=[1e8, 2e8], compute=[1e18, 1e18], loss=loss)
+
+
+def test_files_of_several_sweeps(tmp_path: pathlib.Path) -> None:
+    runs = [[6e18, 1e8, 1e10, 3.0], [6e18, 2e8, 5e9, 2.9]]
+    path = tmp_path / "sweeps.json"
+    path.write_text(json.dumps({"tuned": {"runs": runs}, "not": {"runs": [GOOD]}}))
+    sweep = read_sweep(str(path), name="tuned")
+    assert sweep.tokens.tolist() == [1e10, 5e9]
+    assert read_sweep(path, name="not").loss.tolist() == [3.0]
+    for name in (None, "other"):
+        with pytest.raises(UsageError, match=r"holds the sweeps tuned, not; name one of them"):
+            read_sweep(path, name=name)
+    (tmp_path / "runs.json").write_text(json.dumps([GOOD]))
+    with pytest.raises(UsageError, match=r"holds one sweep without a name"):
+        read_sweep(tmp_path / "runs.json", name="tuned")
+    (tmp_path / "wrong.json").write_text(json.dumps({"tuned": {"runs": [[1.0, 2.0]]}}))
+    with pytest.raises(UsageError, match=r"row 1: an object with the run's fields"):
+        read_sweep(tmp_path / "wrong.json")

@@ -17,6 +17,7 @@ from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
 _CERTAIN = 0.02
+_SMALLEST_PATTERN = 1e-4
 _POWERS = ((1, 1), (2, 0), (0, 2), (3, 0), (0, 3))
 
 
@@ -30,6 +31,11 @@ class LackOfFit:
     """Root mean square of the pattern, as a share of the loss."""
     resembles: str
     """A cause that leaves such a pattern, in words."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is hardly chance, and large enough to move an answer."""
+        return self.chance <= _CERTAIN and self.size >= _SMALLEST_PATTERN
 
 
 def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:

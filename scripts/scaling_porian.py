@@ -1,0 +1,107 @@
+"""Holds the methods of scaling laws against a real sweep: the loss at 8 times what they were shown.
+
+    PACELINE_PORIAN_DATA=porian_runs.json python scripts/scaling_porian.py \
+        results/scaling-porian.jsonl
+
+The runs are those of Porian et al. 2024 (arXiv 2406.19146): twelve budgets that double from 1.25e16
+to 2.56e19 FLOPs, once with a learning rate tuned at every size (sweep 4) and once not (sweep 3).
+Windows of four, six and eight neighbouring budgets are fitted, and the least loss three budgets
+further is predicted; the method that answers is chosen inside each window.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.records import Metric, Record, RecordStore, capture_environment
+from paceline.scaling import Sweep, predict, read_sweep
+from paceline.scaling.fits.bootstrap import DEFAULT_DRAWS, draw_counts
+from paceline.scaling.fits.held_out import choose_method
+from paceline.scaling.fits.isoflop import find_profiles, fit_lowest_run, fit_parabola
+from paceline.scaling.fits.parametric import fit_parametric
+from paceline.scaling.fits.prediction import MethodFit
+from paceline.scaling.runs.trimming import trim_far_runs
+
+SWEEPS = {"tuned": "4", "untuned": "3"}
+WINDOWS = (4, 6, 8)
+_FURTHER = 3
+"""Budgets between the last that is fitted and the one predicted: a factor of 8."""
+
+
+def windows(sweep: Sweep, num_budgets: int) -> Iterator[tuple[Sweep, float, float]]:
+    """Yields the runs of neighbouring budgets, the budget to predict, and its least loss."""
+    index = sweep.budget_index
+    profiles = find_profiles(trim_far_runs(sweep))
+    for first in range(len(profiles) - num_budgets - _FURTHER + 1):
+        target = profiles[first + num_budgets - 1 + _FURTHER]
+        least = target.vertex_loss or float(trim_far_runs(sweep).loss[target.lowest])
+        is_shown = (index >= first) & (index < first + num_budgets)
+        yield sweep.of_runs(is_shown), target.compute, least
+
+
+def fit_one(method: str, sweep: Sweep, num_draws: int) -> MethodFit:
+    """Fits one of the methods that are compared."""
+    if method == "lowest_run":
+        return fit_lowest_run(sweep, num_draws)
+    fit_method = fit_parabola if method == "parabola" else fit_parametric
+    return fit_method(sweep, draw_counts(sweep, num_draws))
+
+
+def predictions(sweep: Sweep, num_draws: int) -> Iterator[tuple[str, str, MethodFit]]:
+    """Yields what is compared: its name, its method and runs in words, and its fit."""
+    choice = choose_method(sweep)
+    near = trim_far_runs(sweep)
+    runs = near if choice.is_trimmed else sweep
+    words = f"{choice.method}, {'near the best' if choice.is_trimmed else 'all runs'}"
+    yield "chosen", words, fit_one(choice.method, runs, num_draws)
+    for method in ("parametric", "parabola"):
+        for name, some in ((method, sweep), (f"{method} near the best", near)):
+            try:
+                yield name, name, fit_one(method, some, num_draws)
+            except UsageError as error:
+                print(f"{name}: {error}")
+    yield "lowest_run", "lowest_run", fit_one("lowest_run", sweep, num_draws)
+
+
+def main() -> int:
+    """Records every prediction."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--draws", type=int, default=DEFAULT_DRAWS)
+    arguments = parser.parse_args()
+    store, environment = RecordStore(arguments.store), capture_environment()
+    for label, name in SWEEPS.items():
+        sweep = read_sweep(os.environ["PACELINE_PORIAN_DATA"], name=name)
+        for num_budgets in WINDOWS:
+            for shown, budget, least in windows(sweep, num_budgets):
+                for method, words, found in predictions(shown, arguments.draws):
+                    loss = predict(found, np.array([budget])).loss.at(0)
+                    record = Record(
+                        kind="scaling_backtest",
+                        case={
+                            "sweep": label,
+                            "method": method,
+                            "num_budgets": num_budgets,
+                            "compute_budget": budget,
+                            "fitted": words,
+                        },
+                        environment=environment,
+                        metrics={
+                            "loss": Metric.from_estimate(loss),
+                            "observed_loss": Metric(value=least),
+                        },
+                        outcome="ok",
+                    )
+                    store.append(record)
+                    error = loss.value / least - 1
+                    print(f"{label}, {num_budgets} budgets to {budget:.3g}: {words} {error:+.2%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Losses predicted beyond a sweep's budgets beside those that were reached, by method."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from paceline.records import Record
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
+
+_STYLES = {
+    "chosen": ("o", COLORS[2], "the method chosen by held-out budgets"),
+    "lowest_run": ("s", COLORS[1], "lowest run"),
+    "parametric near the best": ("v", COLORS[0], "surface, runs near the best"),
+    "parametric": ("x", COLORS[3], "surface, all runs"),
+}
+_MIDDLE_WINDOW = 6
+_APART = 1.05
+"""Factor between the places of neighbouring markers at a budget."""
+
+
+def plot_scaling_backtest(records: Sequence[Record]) -> Figure:
+    """Draws the error of the loss at 8 times the fitted budgets, a panel per sweep."""
+    figure = blank_figure("Loss at 8 times the largest budget fitted, against the loss reached")
+    sweeps = list(dict.fromkeys(str(record.case["sweep"]) for record in records))
+    panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
+    for axes, sweep in zip(panels, sweeps, strict=True):
+        axes.set_xscale("log")
+        for number, (method, (marker, color, label)) in enumerate(_STYLES.items()):
+            chosen = [
+                record
+                for record in records
+                if record.case["sweep"] == sweep and record.case["method"] == method
+            ]
+            # Windows of several lengths end at the same budget: one after the other.
+            places = [_place(record, number) for record in chosen]
+            errors, below, above = [], [], []
+            for record in chosen:
+                loss, observed = record.metrics["loss"], record.metrics["observed_loss"].value
+                errors.append(100 * (loss.value / observed - 1))
+                below.append(100 * (loss.value - (loss.low or loss.value)) / observed)
+                above.append(100 * ((loss.high or loss.value) - loss.value) / observed)
+            axes.errorbar(
+                *(places, errors, [below, above]),
+                fmt=marker,
+                color=color,
+                ms=4.5,
+                lw=0.9,
+                label=label,
+            )
+        axes.axhline(0, color=GRAY, lw=0.8)
+        add_grid(axes, "both")
+        axes.set_xlabel("budget that was predicted (FLOPs)")
+        axes.set_title(f"{sweep} learning rate", fontsize="medium")
+        axes.set_ylim(-13, 18)
+    panels[0].set_ylabel("error of the predicted loss (%), 90% interval")
+    panels[0].legend(fontsize="small", frameon=False, loc="upper left")
+    return figure
+
+
+def _place(record: Record, number: int) -> float:
+    """Returns where the marker of the so manieth method lies, beside its budget."""
+    budget, shown = record.case["compute_budget"], record.case["num_budgets"]
+    assert isinstance(budget, float) and isinstance(shown, int)
+    return float(budget * _APART ** (number + len(_STYLES) * (shown - _MIDDLE_WINDOW) / 2))

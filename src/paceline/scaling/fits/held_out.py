@@ -1,0 +1,177 @@
+"""Which method to believe: the one that predicts budgets which it was not shown.
+
+The largest third of the budgets is held out (at least one, and three stay), every method is fitted
+to the smaller ones, once to all runs and once to those near the best of their budget
+(`runs.trimming`), and its least loss at each held-out budget is compared with the minimum there:
+the vertex of that budget's own parabola, or its lowest run where there is no vertex.
+
+error = mean over held-out budgets of |log(predicted / observed least loss)|
+
+Methods whose errors differ by less than runs repeat (0.3%) cannot be told apart; of those the first
+in this order is taken: the surface, which uses every run; the parabola; the lowest run. A surface
+whose residuals have a pattern is passed over: one budget may be predicted by luck, and a surface
+that does not describe its own runs has no reason to hold beyond them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.scaling.fits.bootstrap import MethodName
+from paceline.scaling.fits.isoflop import find_profiles, fit_lowest_run, fit_parabola
+from paceline.scaling.fits.lack_of_fit import find_lack_of_fit
+from paceline.scaling.fits.parametric import SurfaceFit, fit_parametric
+from paceline.scaling.fits.prediction import MethodFit
+from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.runs.trimming import trim_far_runs
+from paceline.scaling.surface import Array
+
+HELD_OUT_SHARE = 3
+"""One budget of so many is held out."""
+_FEWEST_FITTED = 3
+RUNS_REPEAT_TO = 0.003
+
+_METHODS: dict[MethodName, Callable[[Sweep], MethodFit]] = {
+    "parametric": lambda sweep: fit_parametric(sweep, np.ones((1, len(sweep)))),
+    "parabola": lambda sweep: fit_parabola(sweep, np.ones((1, len(sweep)))),
+    "lowest_run": lambda sweep: fit_lowest_run(sweep, num_draws=1),
+}
+"""The methods that are judged, the one to believe first where they cannot be told apart."""
+
+_TRIMMED: dict[MethodName, tuple[bool, ...]] = {
+    # A surface is to describe every run, a parabola those near the minimum.
+    "parametric": (False, True),
+    "parabola": (True, False),
+    # The lowest run of a budget is never left out.
+    "lowest_run": (False,),
+}
+"""Whether each is fitted to the runs near the best of their budget, what to believe first ahead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutScore:
+    """How well one method predicted the budgets that it was not shown."""
+
+    method: MethodName
+    is_trimmed: bool
+    """Whether it was fitted to the runs near the best of their budget only."""
+    error: float
+    """Mean of |log(predicted / observed least loss)| over the held-out budgets."""
+    has_pattern: bool = False
+    """Whether the surface leaves a pattern in the residuals of all runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodChoice:
+    """The method whose answer is the headline, and why."""
+
+    method: MethodName
+    is_trimmed: bool
+    """Whether only the runs near the best of their budget are used, by all methods."""
+    held_out: tuple[float, ...]
+    """The budgets that were held out, in FLOPs; empty where there are too few to judge by."""
+    scores: tuple[HeldOutScore, ...]
+    """What was judged, from the least error to the largest."""
+
+    @property
+    def error(self) -> float | None:
+        """The chosen method's error at the held-out budgets."""
+        chosen = (self.method, self.is_trimmed)
+        errors = {(score.method, score.is_trimmed): score.error for score in self.scores}
+        return errors.get(chosen)
+
+    @property
+    def reason(self) -> str:
+        """Why this method, in a sentence with its figures."""
+        if self.error is None:
+            return (
+                f"{self.method} answers unjudged: fewer than {_FEWEST_FITTED + 1} budgets have "
+                "three sizes, so none can be held out"
+            )
+        budgets = ", ".join(f"{budget:.3g}" for budget in self.held_out)
+        others = []
+        # From the least error to the largest, so that the first of a method is its best.
+        for name in dict.fromkeys(score.method for score in self.scores):
+            if name != self.method:
+                score = next(score for score in self.scores if score.method == name)
+                pattern = " (its residuals have a pattern)" if score.has_pattern else ""
+                others.append(f"{name} to {score.error:.2%}{pattern}")
+        runs = "runs near the best of each budget" if self.is_trimmed else "all runs"
+        return ", ".join(
+            [
+                f"{self.method} answers: fitted to {runs} without {budgets} FLOPs it predicts the "
+                f"least loss there to {self.error:.2%}",
+                *others,
+            ]
+        )
+
+
+def choose_method(sweep: Sweep) -> MethodChoice:
+    """Holds out the largest budgets and chooses the method that predicts them."""
+    unjudged = MethodChoice(method="parametric", is_trimmed=False, held_out=(), scores=())
+    parts = _hold_out(sweep)
+    if parts is None:
+        return unjudged
+    smaller, larger = parts
+    budgets, least = _minima(trim_far_runs(larger))
+    scores = []
+    for method, fit_method in _METHODS.items():
+        for is_trimmed in _TRIMMED[method]:
+            fitted, whole = (
+                trim_far_runs(part) if is_trimmed else part for part in (smaller, sweep)
+            )
+            try:
+                predicted = fit_method(fitted).optimum(budgets)[1]
+                found = fit_method(whole)
+            except UsageError:
+                # What the smaller budgets or the whole sweep do not allow cannot answer.
+                continue
+            scores.append(
+                HeldOutScore(
+                    method=method,
+                    is_trimmed=is_trimmed,
+                    error=float(np.abs(np.log(predicted / least)).mean()),
+                    has_pattern=_leaves_a_pattern(whole, found),
+                )
+            )
+    if not scores:
+        return unjudged
+    chosen = _first_to_believe(scores)
+    return MethodChoice(
+        method=chosen.method,
+        is_trimmed=chosen.is_trimmed,
+        held_out=tuple(budgets.tolist()),
+        scores=tuple(sorted(scores, key=lambda score: score.error)),
+    )
+
+
+def _hold_out(sweep: Sweep) -> tuple[Sweep, Sweep] | None:
+    """Returns the runs of the smaller budgets and of those held out, if enough remain."""
+    profiles = find_profiles(sweep)
+    num_held_out = min(max(1, len(profiles) // HELD_OUT_SHARE), len(profiles) - _FEWEST_FITTED)
+    if num_held_out < 1:
+        return None
+    index = sweep.budget_index
+    is_held_out = index >= index[profiles[-num_held_out].lowest]
+    return sweep.of_runs(~is_held_out), sweep.of_runs(is_held_out)
+
+
+def _minima(sweep: Sweep) -> tuple[Array, Array]:
+    """Returns the budgets of a sweep and the least loss at each."""
+    profiles = find_profiles(sweep)
+    least = [profile.vertex_loss or sweep.loss[profile.lowest] for profile in profiles]
+    return np.array([profile.compute for profile in profiles]), np.array(least)
+
+
+def _leaves_a_pattern(sweep: Sweep, found: MethodFit) -> bool:
+    lack = find_lack_of_fit(sweep, found) if isinstance(found, SurfaceFit) else None
+    return lack is not None and lack.is_certain
+
+
+def _first_to_believe(scores: list[HeldOutScore]) -> HeldOutScore:
+    """Returns the first score, in the order of preference, that is as good as the best."""
+    sound = [score for score in scores if not score.has_pattern] or scores
+    least = min(score.error for score in sound)
+    return next(score for score in sound if score.error <= least + RUNS_REPEAT_TO)
