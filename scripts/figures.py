@@ -14,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from docs_diagrams import plot_stages
+from docs_plans import plan_front, plan_tables
 from docs_tables import (
     data_loader_table,
     data_prepare_table,
@@ -149,6 +150,8 @@ OTHER_TABLES = {
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
     "scaling-speed": ("scaling-speed",),
     "chaos": ("chaos",),
+    "plan-search": ("plan-search", "plan-search-llama3", "plan-search-100000"),
+    "plan-search-speed": ("plan-search-speed",),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
 # Pictures that show how something works, from no record.
@@ -318,6 +321,7 @@ DRAWN = {
     "step-backtest": draw_backtest,
     "data-lengths": draw_lengths,
     "chaos": lambda: plot_chaos([each for each in read("chaos") if each.case["num_hosts"] == 0]),
+    "plan-front": lambda: plan_front(read("plan-search")),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
@@ -430,7 +434,8 @@ def tables() -> dict[str, str]:
     }
     held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
-    several = {**profile_tables(), **goodput_tables()}
+    plans = plan_tables(read("plan-search"), read("plan-search-speed"))
+    several = {**profile_tables(), **goodput_tables(), **plans}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -79,6 +80,42 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
     assert _losses(place, "run") == _losses(place, "whole")
     audited = _paceline(place, "data", "audit", "run")
     assert audited == "run: 40 steps, every sample exactly once\n"
+
+
+@pytest.mark.slow
+def test_a_searched_plan_is_trained(place: pathlib.Path) -> None:
+    searched = _paceline(
+        place,
+        *(
+            "plan",
+            "search",
+            "--runnable",
+            "--model",
+            "bytes-6M",
+            "--devices",
+            "2",
+            "--context",
+            "32",
+        ),
+        *("--batch-tokens", "256", "--precision", "float32", "--no-advice", "--json"),
+        *("--out", "searched"),
+    )
+    best = [json.loads(line) for line in searched.splitlines()][1]["choice"]
+    quick = (
+        "--set",
+        "training.steps=2",
+        "--set",
+        "schedule.warmup_steps=1",
+        "--set",
+        "out=planned",
+    )
+    run = _paceline(place, "train", "run.toml", "--plan", "searched/plan.json", *quick)
+    assert run.startswith("finished after step 2, loss ")
+    config = tomllib.loads((place / "planned" / "config.toml").read_text())
+    assert config["training"]["batch_size"] == 8
+    assert config["training"]["micro_batch_size"] == best["batch"]["num_sequences"]
+    recomputed = best["layout"]["activation_checkpointing"]
+    assert config["model"]["activation_checkpointing"] == recomputed
 
 
 def _last_step(out: pathlib.Path) -> int:

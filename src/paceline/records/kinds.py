@@ -155,6 +155,13 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("devices_per_replica", "trials", "seed"),
         ),
     ),
+    # A layout that a search found, beside one that was published or asked for.
+    "plan_search": (
+        ("study", "model", "device", "devices", "batch_tokens", "context", "rank", "layout"),
+        ("calibration", "bound", "num_devices_used", "on_front", "reason"),
+    ),
+    # How long such a search takes.
+    "plan_search_speed": (("model", "devices", "batch_tokens", "context"), ("candidates",)),
     # A published run, simulated with what was not published varied.
     "goodput_replay": (("run", "assumption"), ("detection_s", "restart_s", "trials", "seed")),
     # A fault that was inflicted on a run on purpose, and such a run as a whole.

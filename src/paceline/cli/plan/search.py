@@ -154,7 +154,7 @@ class SearchCommand:
 
     def _draw(self, result: "SearchResult", tokens: float | None) -> None:
         from paceline.planner.search.advice import front
-        from paceline.reports.plots.planning.search import plot_front
+        from paceline.reports.plots.planning.search import front_marks, plot_front
         from paceline.reports.plots.style import save_as
 
         points: list[FrontPoint] = front(result.question, result.costs)
@@ -164,7 +164,7 @@ class SearchCommand:
             f"{self.cluster.device}: the best layout of each number of devices"
         )
         assert self.figure is not None
-        save_as(plot_front(points, shown, subtitle), self.figure)
+        save_as(plot_front(front_marks(points, shown), subtitle), self.figure)
 
     def _export(self, result: "SearchResult") -> None:
         from paceline.planner.search.exports.write import write_exports

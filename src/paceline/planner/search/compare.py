@@ -1,13 +1,14 @@
 """Which layouts cannot be told apart, and why one is slower than another."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.planner.cost.memory import layout_memory
-from paceline.planner.search.candidates import Candidates, candidate_chunks
-from paceline.planner.search.choice import Choice, choices
+from paceline.planner.search.candidates import candidate_chunks
+from paceline.planner.search.choice import Choice
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion, parse_fixed
 from paceline.planner.search.search import NoLayoutError, search
@@ -21,11 +22,14 @@ class Comparison:
     """The fields, as they were given."""
     best: Choice
     other: Choice
+    """The fastest that fits; if none does, the fastest if memory were no limit."""
+    least_bytes: float | None = None
+    """What the smallest of the others holds, if none of them fits a device."""
 
     @property
     def fits(self) -> bool:
-        """Whether the other layout fits a device."""
-        return self.other.peak_bytes <= self.other.capacity_bytes
+        """Whether any of the others fits a device."""
+        return self.least_bytes is None
 
     @property
     def slowdown(self) -> float:
@@ -35,10 +39,9 @@ class Comparison:
     @property
     def reason(self) -> str:
         """The one thing that speaks most against the other layout."""
-        if not self.fits:
-            missing = self.other.peak_bytes / self.other.capacity_bytes - 1
-            part = max(self.other.memory_bytes, key=self.other.memory_bytes.__getitem__)
-            return f"it needs {missing:.0%} more memory than a device has, most of it for {part}"
+        if self.least_bytes is not None:
+            missing = self.least_bytes / self.other.capacity_bytes - 1
+            return f"even the smallest needs {missing:.0%} more memory than a device has"
         mine, others = self.best.parts, self.other.parts
         more = {name: others.get(name, 0.0) - mine.get(name, 0.0) for name in {**mine, **others}}
         worst = max(more, key=more.__getitem__)
@@ -62,7 +65,7 @@ def not_told_apart(found: Sequence[Choice]) -> int:
 def compare(
     asked: str, best: Choice, question: SearchQuestion, costs: Costs, peak_flops: float | None
 ) -> Comparison:
-    """Searches among layouts with these fields only, and beyond the memory if none fits it.
+    """Searches among layouts with these fields only; beyond the memory if none fits it.
 
     Args:
         asked: Fields such as ``tp=8,pp=2``.
@@ -75,20 +78,18 @@ def compare(
     try:
         other = search(fixed, costs, top=1, peak_flops=peak_flops).best
     except NoLayoutError:
-        other = _smallest(fixed, costs, peak_flops)
+        # Raises again where nothing divides.
+        unlimited = dataclasses.replace(fixed, memory_bytes=math.inf)
+        fastest = search(unlimited, costs, top=1, peak_flops=peak_flops).best
+        other = dataclasses.replace(fastest, capacity_bytes=question.memory_bytes)
+        return Comparison(asked=asked, best=best, other=other, least_bytes=_least_bytes(fixed))
     return Comparison(asked=asked, best=best, other=other)
 
 
-def _smallest(question: SearchQuestion, costs: Costs, peak_flops: float | None) -> Choice:
-    """Returns the layout that needs least memory, of those that do not fit."""
-    smallest: tuple[float, Candidates] | None = None
+def _least_bytes(question: SearchQuestion) -> float:
+    """Returns what the layout that needs least memory holds."""
+    least = math.inf
     for chunk in candidate_chunks(question):
         workload = question.workload(chunk.micro_batch, chunk.num_micro_batches)
-        memory = np.broadcast_to(layout_memory(chunk.layouts, workload).total, len(chunk))
-        place = int(np.argmin(memory))
-        if smallest is None or memory[place] < smallest[0]:
-            smallest = float(memory[place]), chunk.take(np.array([place]))
-    if smallest is None:
-        # Nothing divides: search says so in its own words.
-        return search(question, costs, top=1).best
-    return choices(smallest[1], question, costs, peak_flops)[0]
+        least = min(least, float(np.min(layout_memory(chunk.layouts, workload).total)))
+    return least

@@ -94,6 +94,7 @@ def _idle_note(result: SearchResult) -> tuple[str, ...]:
 def comparison_table(comparison: Comparison) -> Table:
     """Makes a row for every term of two layouts, side by side."""
     best, other = comparison.best, comparison.other
+    limit = "" if comparison.fits else ", were memory no limit"
     rows = [
         (
             BOUNDS.get(term, term.removesuffix("_s")) + _detail(term),
@@ -126,7 +127,7 @@ def comparison_table(comparison: Comparison) -> Table:
         rows=tuple(rows),
         caption=(
             f"Why not {comparison.asked}? {comparison.reason}.\n"
-            f"best: {best.name}; {comparison.asked}: {other.name}"
+            f"best: {best.name}; {comparison.asked}{limit}: {other.name}"
         ),
     )
 

@@ -1,0 +1,35 @@
+"""Tables and the picture of docs/which-layout.md, from the records of scripts/plan_search.py."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from paceline.records import Record
+from paceline.reports.plots.planning.search import plot_front, recorded_marks
+from paceline.reports.tables.planning.recorded import (
+    batches_table,
+    layouts_table,
+    published_table,
+    speed_table,
+)
+from paceline.reports.tables.table import Table
+
+
+def plan_tables(searches: Sequence[Record], speeds: Sequence[Record]) -> dict[str, Table]:
+    """Returns the tables by name."""
+    return {
+        "plan-search": layouts_table(_study(searches, "example")),
+        "plan-search-llama3": published_table(_study(searches, "Llama 3")),
+        "plan-search-100000": batches_table(_study(searches, "100,000 devices")),
+        "plan-search-speed": speed_table(speeds),
+    }
+
+
+def plan_front(searches: Sequence[Record]) -> Figure:
+    """Draws the best layout of every number of devices."""
+    subtitle = "llama3-70B, 10^12 tokens in batches of 4M, h100-sxm: best layout by devices"
+    return plot_front(recorded_marks(_study(searches, "front")), subtitle)
+
+
+def _study(searches: Sequence[Record], name: str) -> list[Record]:
+    return [record for record in searches if record.case["study"] == name]
