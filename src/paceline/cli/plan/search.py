@@ -74,7 +74,7 @@ class SearchCommand:
         compared = [compare(each, result.best, question, costs, peak) for each in self.compare]
         changes: list[Change] = []
         if self.advice:
-            offered = variations(question, costs, self.cluster.lower_precision())
+            offered = variations(result.best, question, costs, self.cluster.lower_precision())
             changes = what_helps(result.best, question, offered)
         if self.output.json:
             self._print_json(result, runs, compared, changes)

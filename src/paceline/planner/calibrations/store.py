@@ -60,10 +60,9 @@ def find_calibration(
             return each
     everything = (*more, *known_calibrations())
     if name is not None and not known:
-        names = [*(each.name for each in everything)]
-        raise UsageError(
-            f"unknown calibration {name!r}; {did_you_mean(name, names)}known: {', '.join(names)}"
-        )
+        names = [each.name for each in everything]
+        hint = did_you_mean(name, {*names, *(each.framework for each in everything)})
+        raise UsageError(f"unknown calibration {name!r}; {hint}known: {', '.join(names)}")
     pairs = sorted({f"{each.device} {each.precision}" for each in known or everything})
     raise UsageError(
         f"no calibration for {device} with {precision}; there are: {', '.join(pairs)}. "

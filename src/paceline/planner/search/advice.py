@@ -46,11 +46,12 @@ class FrontPoint:
 
 
 def variations(
-    question: SearchQuestion, costs: Costs, lower_precision: Costs | None = None
+    best: Choice, question: SearchQuestion, costs: Costs, lower_precision: Costs | None = None
 ) -> Iterator[Variation]:
     """Yields what could be changed.
 
     Args:
+        best: The layout as it is.
         question: What was searched.
         costs: What devices and links reach.
         lower_precision: The same with matmuls in the next lower precision, if devices have one.
@@ -76,6 +77,9 @@ def variations(
         faster = costs.with_network(2 * costs.network_bytes_per_s)
         yield Variation(what="a network twice as fast", question=question, costs=faster)
     yield asked("twice the memory per device", memory_bytes=2 * question.memory_bytes)
+    larger = 2 * best.batch.num_sequences
+    if best.batch.accumulation_steps % 2 == 0:
+        yield asked(f"micro-batches of {larger}", fixed={"micro_batch": larger})
 
 
 def what_helps(

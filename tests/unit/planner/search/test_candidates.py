@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ModelShape
+from paceline.planner.calibrations.conventions import Conventions
 from paceline.planner.search.candidates import candidate_chunks, candidates_of, divisors
 from paceline.planner.search.question import SearchQuestion
 from tests.unit.planner.search.search_cases import oracle, question
@@ -95,6 +96,15 @@ def test_what_is_given_is_not_searched() -> None:
         assert (chunk.layouts.tensor == 2).all()
         assert (chunk.layouts.checkpointing == 2).all()
         assert (chunk.micro_batch == 1).all()
+
+
+def test_context_ranks_share_states_where_the_framework_shards_over_them() -> None:
+    asked = question(conventions=Conventions(shards_context=True))
+    chunks = list(candidate_chunks(asked))
+    alone = [chunk.take((chunk.layouts.shard == 1) & (chunk.layouts.stage > 0)) for chunk in chunks]
+    assert sum(map(len, alone)) > 0
+    assert all((each.layouts.context > 1).all() for each in alone)
+    assert all(each.layouts.shards_context for each in alone)
 
 
 def test_divisors() -> None:

@@ -45,6 +45,8 @@ def test_json_lines_hold_everything(
         ([*SEARCH, "--memory", "1GB"], "would help"),
         ([*SEARCH, "--devices", "0"], "must be at least 1"),
         ([*SEARCH, "--device", "h100"], "did you mean 'h100-sxm'"),
+        ([*SEARCH, "--calibration", "nemmo"], "unknown calibration 'nemmo'; did you mean"),
+        ([*SEARCH, "--calibration", "no.jsonl"], "no.jsonl: no such file"),
         (["plan", "budget", "--flops", "1e30", "--deadline", "1d"], "later --deadline"),
         (["plan", "budget", "--flops", "many"], "cannot read the flops"),
         (["plan", "budget", "--flops", "1e22", "--deadline", "soon"], "write it like 30d"),

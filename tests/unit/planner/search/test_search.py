@@ -115,7 +115,7 @@ def test_intervals_decide_what_cannot_be_told_apart() -> None:
 def test_changes_that_help_come_first() -> None:
     asked = question()
     best = search(asked, COSTS).best
-    changes = what_helps(best, asked, variations(asked, COSTS))
+    changes = what_helps(best, asked, variations(best, asked, COSTS))
     gains = [change.speedup for change in changes]
     assert gains == sorted(gains, reverse=True)
     by_name = {change.what: change for change in changes}
