@@ -123,3 +123,16 @@ def test_batches_are_read_by_any_number_of_ranks(tmp_path: pathlib.Path) -> None
     with TokenLoader(config) as alone:
         digests = [f"{next(alone).digest:016x}" for _ in range(6)]
     assert [line.rpartition(" ")[2] for line in lines] == digests
+
+
+def test_search_layout_finds_one_and_says_why_not_another() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "search_layout.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *found, reason = result.stdout.splitlines()
+    assert re.fullmatch(r"[\d,]+ layouts, [\d,]+ fit", first)
+    assert found
+    assert reason.startswith("why not tp=8? a step takes ")

@@ -113,7 +113,9 @@ class SearchCommand:
         )
 
         console = stdout_console()
-        notes = [result.costs.note] if runs is None else [*run_lines(runs[0]), result.costs.note]
+        notes = [*([] if runs is None else run_lines(runs[0])), result.costs.note]
+        if self.runnable:
+            notes.append("The rates are not those of paceline train: measure, or use plan step.")
         console.print(search_table(result, runs, notes))
         for comparison in compared:
             console.print(comparison_table(comparison))

@@ -106,6 +106,16 @@ def parse_fixed(text: str) -> dict[str, int]:
     return fixed
 
 
+def describe_fixed(fixed: Mapping[str, int]) -> str:
+    """Returns fields of a layout as `parse_fixed` reads them."""
+    short = {field: name for name, field in SHORT_NAMES.items()}
+    kinds = {number: name for name, number in CHECKPOINTING.items()}
+    return ",".join(
+        f"{short[field]}={kinds[value] if field == 'checkpointing' else value}"
+        for field, value in fixed.items()
+    )
+
+
 def _number(name: str, value: str) -> int:
     if name == "recompute" and value in CHECKPOINTING:
         return CHECKPOINTING[value]

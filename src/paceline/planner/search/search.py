@@ -18,10 +18,16 @@ from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.search.candidates import Array, Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.candidates import (
+    Array,
+    Candidates,
+    candidate_chunks,
+    candidates_of,
+    meshes,
+)
 from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
 from paceline.planner.search.costs import Costs
-from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.question import SearchQuestion, describe_fixed
 
 _TIE_DIGITS = 9
 
@@ -137,13 +143,13 @@ def _raise_none(
     question: SearchQuestion, num_candidates: int, smallest: tuple[float, Array] | None
 ) -> None:
     """Says why there is no layout, and what would make one."""
-    given = f" with {dict(question.fixed)}" if question.fixed else ""
+    given = f" with {describe_fixed(question.fixed)}" if question.fixed else ""
     if smallest is None:
         raise NoLayoutError(
             f"no layout of {question.num_devices:,} devices{given} divides "
             f"{question.global_batch:,} sequences of {question.context_length:,} tokens, "
-            f"{question.shape.num_layers} layers and {question.shape.num_heads} heads; give a "
-            "number of devices and a batch that share more factors, such as powers of two"
+            f"{question.shape.num_layers} layers and {question.shape.num_heads} heads; "
+            f"{_divisible(question)}"
         )
     least_bytes, column = smallest
     tightest = _name_of(column, question)
@@ -160,6 +166,16 @@ def _name_of(column: Array, question: SearchQuestion) -> str:
     one = candidates_of(column[:, None], question)
     batch = BatchShape(num_sequences=int(one.micro_batch[0]), context_length=1)
     return layout_name(layout_at(one, 0), batch)
+
+
+def _divisible(question: SearchQuestion) -> str:
+    """Says how many of the devices a layout could use."""
+    fewer = dataclasses.replace(question, least_used=0.0)
+    most = max((mesh.num_devices for mesh in meshes(fewer)), default=0)
+    instead = "a batch and a number of devices that share more factors, such as powers of two"
+    if not most:
+        return f"give {instead}"
+    return f"{most:,} devices would divide them; take so many, or {instead}"
 
 
 def _remedy(question: SearchQuestion, more: float) -> str:

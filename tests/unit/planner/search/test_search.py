@@ -76,8 +76,10 @@ def test_what_does_not_fit_is_told_with_what_is_missing() -> None:
 
 
 def test_what_does_not_divide_is_told() -> None:
-    with pytest.raises(NoLayoutError, match="share more factors"):
+    with pytest.raises(NoLayoutError, match="6 devices would divide them; take so many, or"):
         search(question(num_devices=7, devices_per_host=1), COSTS)
+    with pytest.raises(NoLayoutError, match=r"with tp=3,recompute=full divides .*; give a batch"):
+        search(question(fixed={"tensor": 3, "checkpointing": 2}), COSTS)
 
 
 def test_devices_that_divide_nothing_stand_by() -> None:
