@@ -43,7 +43,7 @@ class SearchCommand:
     runnable: bool = False
     """Only what Paceline's own trainer runs: data-parallel strategies and ZeRO stages."""
     advice: bool = True
-    """Search again with one thing changed, to see what would help."""
+    """What would help, by searching again with one thing changed; --no-advice leaves it out."""
     figure: pathlib.Path | None = None
     """Also draw days against device-hours for several numbers of devices: .png or .svg."""
     out: pathlib.Path | None = None

@@ -1,7 +1,8 @@
 """The fastest layouts, exactly: every candidate is evaluated, and nothing is sampled or guessed.
 
 Chunk by chunk: memory first, step time of what fits, and of that the best of every mesh (tensor,
-context and pipeline ranks), so that the answer shows different layouts and not variants of one.
+context and pipeline ranks; of our own trainer, of every ZeRO stage), so that the answer shows
+different layouts and not variants of one.
 What is kept does not grow with the number of candidates. Of layouts that take equally long the one
 that holds less wins, then the one with fewer techniques.
 """
@@ -129,14 +130,17 @@ def _keep(
     )
     order = np.lexsort((*reversed(techniques), rounded))
     columns = fitting.columns
-    meshes = np.stack([layouts.tensor, layouts.context, layouts.pipeline])[:, order]
-    _, firsts = np.unique(meshes, axis=1, return_index=True)
+    shown = [layouts.tensor, layouts.context, layouts.pipeline]
+    # Our own trainer has one mesh: there the ZeRO stages are what differs.
+    shown += [layouts.stage] if question.runnable else []
+    kinds = np.stack(shown)[:, order]
+    _, firsts = np.unique(kinds, axis=1, return_index=True)
     for first in firsts:
         place = int(order[first])
         rank: tuple[Any, ...] = (rounded[place], *(float(each[place]) for each in techniques))
-        mesh = tuple(int(size) for size in meshes[:, first])
-        if mesh not in kept or rank < kept[mesh].rank:
-            kept[mesh] = _Kept(rank, columns[:, place])
+        kind = tuple(int(size) for size in kinds[:, first])
+        if kind not in kept or rank < kept[kind].rank:
+            kept[kind] = _Kept(rank, columns[:, place])
 
 
 def _raise_none(

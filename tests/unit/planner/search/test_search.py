@@ -51,6 +51,12 @@ def test_every_mesh_shows_its_own_best(tried: list[tuple[float, float, object]])
     assert all(shown[mesh] == pytest.approx(best[mesh], rel=1e-8) for mesh in best)
 
 
+def test_our_own_trainer_is_shown_by_stage() -> None:
+    result = search(question(runnable=True), COSTS)
+    shown = [choice.layout.sharding for choice in result.choices]
+    assert sorted(shown) == ["gradients", "none", "optimizer", "parameters"]
+
+
 def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question()
     whole = search(asked, COSTS, top=4)

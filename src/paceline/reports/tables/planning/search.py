@@ -18,6 +18,7 @@ def search_table(
     """Makes a row for the best layout of every mesh, the fastest first."""
     question = result.question
     alike = not_told_apart(result.choices)
+    kind = "ZeRO stage" if question.runnable else "mesh"
     return Table(
         headers=(
             *("", "layout", "step", "90% interval", "MFU", "memory", "free", "bound by"),
@@ -31,7 +32,7 @@ def search_table(
         ),
         caption=(
             f"{result.num_candidates:,} layouts of {question.num_devices:,} devices, "
-            f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
+            f"{result.num_fitting:,} fit; the best of each {kind}, in {result.elapsed_s:.1f} s"
         ),
         notes=(
             *_alike_note(alike, result.choices),
@@ -81,7 +82,8 @@ def _alike_note(alike: int, found: Sequence[Choice]) -> tuple[str, ...]:
 def _outside_note(best: Choice) -> tuple[str, ...]:
     if not best.outside:
         return ()
-    return (f"The interval is wider because of {' and '.join(best.outside)}.",)
+    reached = "; ".join(each.removesuffix(", which rows cover") for each in best.outside)
+    return (f"The interval is wider because no measured run is like it: {reached}.",)
 
 
 def _idle_note(result: SearchResult) -> tuple[str, ...]:
