@@ -29,6 +29,7 @@ BOUNDS = {
     "imbalance_s": "stage imbalance",
     "data_s": "data-parallel communication",
     "fixed_s": "fixed costs of a step",
+    "measured_s": "what runs of such sizes took beyond the formulas",
 }
 """What each term of a step's time is called."""
 _COMMUNICATION = ("tensor_s", "context_s", "stages_s", "data_s", "expert_s")

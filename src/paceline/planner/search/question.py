@@ -9,6 +9,10 @@ from paceline.core.specs import DType, ModelShape, Precision, require_at_least
 from paceline.planner.calibrations.conventions import Conventions
 from paceline.planner.cost.layouts import CHECKPOINTING, Workload
 
+_CONVENTIONS = {field.name for field in dataclasses.fields(Workload)} & {
+    field.name for field in dataclasses.fields(Conventions)
+}
+"""Conventions of a framework that a workload takes over."""
 SHORT_NAMES = {
     "dp": "data_parallel",
     "replicate": "replicate",
@@ -70,9 +74,7 @@ class SearchQuestion:
             context_length=self.context_length,
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
-            attention=self.conventions.attention,
-            dropout=self.conventions.dropout,
-            reduces_every_pass=self.conventions.reduces_every_pass,
+            **{name: getattr(self.conventions, name) for name in _CONVENTIONS},
         )
 
 

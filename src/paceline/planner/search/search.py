@@ -184,7 +184,8 @@ def _divisible(question: SearchQuestion) -> str:
 
 def _remedy(question: SearchQuestion, more: float) -> str:
     """Says what would make the smallest layout fit."""
-    remedies = [f"devices with {more:.1f} times the memory", "more devices"]
+    larger = f"{more:.1f} times the memory" if more >= 2 else f"{more - 1:.0%} more memory"
+    remedies = [f"devices with {larger}", "more devices"]
     if question.runnable:
         remedies.append("tensor or pipeline parallelism, without --runnable")
     elif question.context_length > 8192:
