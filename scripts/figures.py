@@ -43,6 +43,7 @@ from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.document_lengths import plot_document_lengths
+from paceline.reports.plots.planning.published_memory import plot_published_memory
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.reliability.chaos import plot_chaos
 from paceline.reports.plots.runs.losses import plot_losses
@@ -52,6 +53,7 @@ from paceline.reports.tables.attention import implementations_table, kernels_tab
 from paceline.reports.tables.backtest import backtest_table
 from paceline.reports.tables.chaos import chaos_table
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
+from paceline.reports.tables.planning.published_memory import published_memory_table
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -322,6 +324,7 @@ DRAWN = {
     "data-lengths": draw_lengths,
     "chaos": lambda: plot_chaos([each for each in read("chaos") if each.case["num_hosts"] == 0]),
     "plan-front": lambda: plan_front(read("plan-search")),
+    "planner-memory": lambda: plot_published_memory(read("planner-memory")),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
@@ -440,6 +443,7 @@ def tables() -> dict[str, str]:
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
         "kernels.md": render_markdown(kernels_table(read("kernels"))),
+        "planner-memory.md": render_markdown(published_memory_table(read("planner-memory"))),
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),

@@ -117,6 +117,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scaling": (("method", "compute_budget"), ()),
     # A method's loss at a budget beyond those of a real sweep that it was shown.
     "scaling_backtest": (("sweep", "method", "num_budgets", "compute_budget"), ("fitted",)),
+    # A published peak of memory beside the accounting's; or how many rows had such a verdict.
+    "published_memory": (("run", "framework", "verdict"), ("model", "outcome")),
     "scaling_run": (
         ("compute_budget", "parameters"),
         ("d_model", "num_layers", "num_heads", "batch_size", "learning_rate"),

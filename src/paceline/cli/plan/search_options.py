@@ -67,13 +67,15 @@ class ClusterOptions:
     ) -> "SearchQuestion":
         """Returns what is searched."""
         from paceline.planner.calibrations.conventions import Conventions
+        from paceline.planner.cost.framework_memory import PLAIN, find_framework_memory
         from paceline.planner.search.question import SearchQuestion, training_precision
 
         calibration = self._calibration(self.precision)
-        conventions = Conventions(shards_context=False)
+        conventions, beyond = Conventions(shards_context=False), PLAIN
         precision = training_precision(self.precision, autocast=runnable)
         if calibration is not None and not runnable:
             conventions = calibration.conventions
+            beyond = find_framework_memory(calibration.framework, calibration.precision)
             precision = calibration.training_precision
         context = self.context or shape.max_context_length
         memory = self.find().memory_bytes.value
@@ -83,6 +85,7 @@ class ClusterOptions:
             shape=shape,
             precision=precision,
             conventions=conventions,
+            framework_memory=beyond,
             context_length=context,
             global_batch=parse_batch_tokens(self.batch_tokens, context),
             num_devices=num_devices,

@@ -21,6 +21,7 @@ from paceline.planner.calibrations.conventions import (
     training_precision,
 )
 from paceline.planner.cost.experts import Experts
+from paceline.planner.cost.framework_memory import find_framework_memory
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 from paceline.planner.cost.shapes import formula_of, join_shapes
 from paceline.planner.published.reader import model_of
@@ -144,6 +145,7 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
         attention=common.attention,
         dropout=common.dropout,
         reduces_every_pass=common.reduces_every_pass,
+        framework_memory=find_framework_memory(first.family, first.dtype),
     )
     return CaseGroup(
         variant=first.variant, layouts=layouts, workload=workload, index=numbers(*index)

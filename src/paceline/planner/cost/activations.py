@@ -16,11 +16,16 @@ bytes of a number in the compute dtype.
     activation function: input and output     2 e f             always
     gated: gate, up, activation, product      4 e f             always
 
+Fused norms keep input and output, fused gates (2e + i) f; i is the bytes of a matmul's input, 1 in
+float8 and e otherwise, and what is kept as such an input has i instead of e.
+
 With two norms, 16-bit numbers, dropout and f = 4h that is Korthikanti et al. 2022:
 s b h (10 + 24 / t + 5 a s / (h t)), and (s b h / t) (34 + 5 a s / h) with sequence parallelism.
 For a gated block in bfloat16 with RMS norms and k = r h it is 20h + 8 + 4 r h + 8f + 4n, which a
 test counts with torch's hooks, to the byte. Selective recomputation keeps no scores, full
-recomputation the block's input only.
+recomputation the block's input only. torchtitan's selective recomputation saves the results of
+every other matmul, which are those of query, value, gate and down, and attention's:
+e (2h + 2a + k + f) + 4n with the block's input, all but that input divided over tensor ranks.
 
 A pipeline of p stages has up to p micro-batches in flight, so that the first stage keeps as many
 blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
@@ -35,7 +40,6 @@ from paceline.accounting.explanation import Quantity
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 _FLOAT32_BYTES = 4
-_LOSS_ARRAYS = 3
 
 
 def block_bytes_per_token(
@@ -55,17 +59,32 @@ def block_bytes_per_token(
         + Quantity(matrix_bytes(workload), "matrices") / tensor
         + Quantity(scores, "scores") / tensor
     )
+    if workload.framework_memory.selective == "odd matmuls":
+        saved = Quantity(odd_matmul_bytes(workload), "odd matmuls") / tensor
+        is_selective = chosen == CHECKPOINTING["selective"]
+        everything = Quantity.choose(is_selective, block_input / split + saved, everything)
     return Quantity.choose(chosen == CHECKPOINTING["full"], block_input / split, everything)
+
+
+def odd_matmul_bytes(workload: Workload) -> Any:
+    """Returns what every other matmul and attention give for a token, all tensor ranks together."""
+    shape, size = workload.shape, workload.compute_bytes
+    queries_and_output = 2 * shape.attention_width
+    matmuls = shape.key_value_width + shape.d_ff + shape.d_model
+    return size * (queries_and_output + matmuls) + _FLOAT32_BYTES * shape.num_heads
 
 
 def stream_bytes(workload: Workload) -> int:
     """Returns what norms and residuals keep of a token, all tensor ranks together."""
     shape, size = workload.shape, workload.compute_bytes
-    branches = 2 if shape.num_heads else 1
+    branches = 2 if shape.has_attention else 1
+    in_and_out = (size + _input_bytes(workload)) * shape.d_model
     norm = {
         "none": size * shape.d_model,
-        "layernorm": 2 * size * shape.d_model,
-        "rmsnorm": (_FLOAT32_BYTES + 2 * size) * shape.d_model + _FLOAT32_BYTES,
+        "layernorm": in_and_out,
+        "rmsnorm": in_and_out + _FLOAT32_BYTES
+        if workload.framework_memory.fused
+        else (_FLOAT32_BYTES + 2 * size) * shape.d_model + _FLOAT32_BYTES,
     }[shape.norm]
     return branches * (norm + (shape.d_model if workload.dropout else 0))
 
@@ -75,8 +94,17 @@ def matrix_bytes(workload: Workload) -> int:
     shape, size = workload.shape, workload.compute_bytes
     heads = 2 * size * (shape.attention_width + shape.key_value_width)
     sums = _FLOAT32_BYTES * shape.num_heads if workload.attention == "flash" else 0
-    kept = {"swiglu": 4, "gelu": 2, "linear": 1}[shape.feed_forward]
-    return heads + sums + kept * size * shape.d_ff
+    product = _input_bytes(workload)
+    gated = 2 if workload.framework_memory.fused else 3
+    before = {"swiglu": gated, "gelu": 1, "linear": 0}[shape.feed_forward]
+    # Attention's own backward needs its output in the compute dtype as well.
+    again = product * shape.attention_width if product < size else 0
+    return heads + sums + again + (before * size + product) * shape.d_ff
+
+
+def _input_bytes(workload: Workload) -> int:
+    """Returns the bytes of a number that is kept as a matmul's input."""
+    return 1 if workload.framework_memory.float8_inputs else workload.compute_bytes
 
 
 def score_bytes(workload: Workload) -> int:
@@ -117,7 +145,15 @@ def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
     return more * workload.tokens / layouts.context
 
 
+def whole_sequence_bytes(layouts: Layouts, workload: Workload) -> Any:
+    """Returns what a block holds of all tokens while sequence parallelism has them gathered."""
+    one = workload.compute_bytes * workload.shape.d_model * workload.tokens / layouts.context
+    is_split = layouts.sequence_parallel & (np.asarray(layouts.tensor) > 1)
+    return np.where(is_split, workload.framework_memory.whole_sequences * one, 0.0)
+
+
 def logit_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what the loss holds: log-probabilities and two gradients of them, in float32."""
     tokens = workload.tokens / layouts.context
-    return _LOSS_ARRAYS * _FLOAT32_BYTES * tokens * workload.shape.vocab_size / layouts.tensor
+    per_logit = workload.framework_memory.logit_bytes
+    return per_logit * tokens * workload.shape.vocab_size / layouts.tensor

@@ -63,8 +63,8 @@ def _assumptions(
         f"{format_decimal(cluster.memory_bytes_per_s, 'B/s')} of memory bandwidth",
         f"links of one device in one direction: {tiers}",
         f"gradients averaged {averaged}; {hidden:.0%} of a pass can hide communication",
-        "parameters spread evenly over the stages; neither the allocator's gaps nor what drivers "
-        "keep for themselves",
+        "parameters of the fullest stage; neither the allocator's gaps nor what drivers keep for "
+        "themselves",
     )
 
 

@@ -16,6 +16,7 @@ from paceline.accounting.communication.collectives import Numbers
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
+from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
 
 Integers = npt.NDArray[np.int64]
 Axis = Literal["tensor", "context", "shard", "replicate", "pipeline"]
@@ -107,6 +108,8 @@ class Workload:
     """Whether gradients are averaged after each micro-batch instead of once in a step."""
     bucket_copies: bool = False
     """Whether buckets hold gradients a second time, instead of being where gradients lie."""
+    framework_memory: FrameworkMemory = PLAIN
+    """What the framework holds beyond the formulas."""
 
     def __post_init__(self) -> None:
         for field in ("context_length", "micro_batch", "num_micro_batches"):

@@ -16,8 +16,11 @@ N parameters are divided by tensor × pipeline, and what a sharding stage divide
 Activations are those of `paceline.planner.cost.activations`. The peak is not their sum with
 everything else: the first stage keeps most, and holds one block more while it recomputes it; the
 last has the fewest micro-batches in flight, and the logits of one. The larger of both counts.
-Parameters are taken to be spread evenly over the stages, embedding included. The allocator's
-fragmentation and the buffers of drivers and communication libraries are not part of it.
+
+The fullest stage of a pipeline has ceil(L / p) blocks and the embedding, or the output layer. Where
+L + 2 blocks divide evenly and L do not, both count as blocks, as in BLOOM and Llama 3: it has
+(L + 2) / p blocks, or one less and the embedding. What frameworks hold beyond all this is that of
+`paceline.planner.cost.framework_memory`; without one, nothing.
 """
 
 import dataclasses
@@ -33,6 +36,7 @@ from paceline.planner.cost.activations import (
     kept_activations,
     logit_bytes,
     recomputed_bytes,
+    whole_sequence_bytes,
 )
 from paceline.planner.cost.layouts import SHARDING_STAGES, Layouts, Workload
 
@@ -66,29 +70,37 @@ class LayoutMemory:
     """What the first stage keeps for backward."""
     working: Any
     """What the peak holds beyond that: a block that is computed again, or logits."""
+    framework: Any = 0.0
+    """What the framework, the allocator and drivers hold beside all that."""
 
     @property
     def total(self) -> Any:
         """All together."""
-        return self.states.total + self.activations + self.working
+        return self.states.total + self.activations + self.working + self.framework
 
 
 def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity]:
     """Returns the states of one device with their formulas, by field of `StateBytes`."""
     counted = count_parameters(workload.shape)
-    held = counted.total / layouts.model_devices
+    stage = stage_parameters(layouts, workload)
+    held = stage / layouts.tensor
     unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
-    largest = max(unit, counted.embedding)
+    largest = np.maximum(unit, counted.embedding)
     at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
-    sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (layouts.shard > 1) & at_once
-    devices = Quantity(layouts.tensor, "tensor") * Quantity(layouts.pipeline, "pipeline")
+    shards = layouts.state_shards
+    sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (shards > 1) & at_once
+    tensor = Quantity(layouts.tensor, "tensor")
+    name = "N" if np.all(layouts.pipeline == 1) else "N of the fullest stage"
+    framework = workload.framework_memory
 
     def owned(size: int, divided: Any) -> Quantity:
-        shards = Quantity(np.where(divided, layouts.shard, 1), "shards")
-        return Quantity(counted.total, "N") * Quantity(size, "bytes") / (devices * shards)
+        parts = Quantity(np.where(divided, shards, 1), "shards")
+        return Quantity(stage, name) * Quantity(size, "bytes") / (tensor * parts)
 
-    away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (layouts.shard > 1)
+    away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (shards > 1)
     gathered = np.minimum((2 * unit + largest) / layouts.tensor, held)
+    if framework.stays_gathered:
+        gathered = np.where(layouts.pipeline > 1, held, gathered)
     precision = workload.precision
     keeps_copies = precision.autocast and precision.compute != precision.parameters
     copies = np.where(away, 0.0, counted.matmul if keeps_copies else 0.0)
@@ -101,17 +113,34 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
     compute_bytes = Quantity(workload.compute_bytes, "bytes")
     return {
         "parameters": owned(workload.parameter_bytes, layouts.stage >= 3),
-        "weight_copies": Quantity(copies, "matrices") * compute_bytes / devices,
+        "weight_copies": Quantity(copies, "matrices")
+        * compute_bytes
+        / (tensor * Quantity(layouts.pipeline, "pipeline")),
         "gathered": Quantity(
             np.where(away, gathered, 0.0),
             "(2 blocks + the larger of block and embedding, at most all) / tensor",
         )
         * compute_bytes,
-        "gradients": owned(workload.gradient_bytes, sharded),
+        "gradients": owned(workload.gradient_bytes + framework.low_gradient_bytes, sharded),
         "buckets": Quantity(np.where(averaged, in_flight, 0.0), "gradients while they are averaged")
         * Quantity(workload.reduction_bytes, "bytes"),
-        "optimizer_state": owned(workload.optimizer_bytes, layouts.stage >= 1),
+        "optimizer_state": owned(
+            workload.optimizer_bytes + framework.step_bytes, layouts.stage >= 1
+        ),
     }
+
+
+def stage_parameters(layouts: Layouts, workload: Workload) -> Any:
+    """Returns the parameters of the fullest pipeline stage, all tensor ranks together."""
+    counted = count_parameters(workload.shape)
+    blocks, stages = workload.shape.num_layers, layouts.pipeline
+    ends = np.maximum(counted.embedding + counted.positions, counted.head)
+    block = (counted.total - counted.embedding - counted.positions - counted.head) / blocks
+    with_ends = (blocks + 2) // stages
+    balanced = np.maximum(with_ends * block, (with_ends - 1) * block + ends)
+    is_balanced = ((blocks + 2) % stages == 0) & (blocks % stages != 0)
+    plain = -(-blocks // stages) * block + ends
+    return np.where(stages == 1, counted.total, np.where(is_balanced, balanced, plain))
 
 
 def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
@@ -129,6 +158,13 @@ def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     peak = np.maximum(
         first + recomputed_bytes(layouts, workload), last + logit_bytes(layouts, workload)
     )
+    framework = workload.framework_memory
+    beside = whole_sequence_bytes(layouts, workload)
     return LayoutMemory(
-        states=layout_state_bytes(layouts, workload), activations=first, working=peak - first
+        states=layout_state_bytes(layouts, workload),
+        activations=first,
+        working=peak - first,
+        framework=framework.constant_bytes
+        + framework.gaps * np.minimum(peak, framework.most_with_gaps)
+        + beside,
     )

@@ -148,6 +148,7 @@ def choices(
         "states": spread(memory.states.total),
         "activations": spread(memory.activations),
         "working": spread(memory.working),
+        "framework": spread(memory.framework),
     }
     per_token = flops_per_token(question.shape, question.context_length).model
     flops = per_token * question.tokens_per_step

@@ -7,6 +7,7 @@ from typing import Any
 from paceline.core.errors import UsageError, did_you_mean
 from paceline.core.specs import DType, ModelShape, Precision, require_at_least
 from paceline.planner.calibrations.conventions import Conventions
+from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
 from paceline.planner.cost.layouts import CHECKPOINTING, Workload
 
 _CONVENTIONS = {field.name for field in dataclasses.fields(Workload)} & {
@@ -50,6 +51,8 @@ class SearchQuestion:
         default_factory=lambda: Conventions(shards_context=False)
     )
     """How the framework runs a step: its attention, what it shards, when it averages gradients."""
+    framework_memory: FrameworkMemory = PLAIN
+    """What that framework holds beyond the formulas."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Fields that are given instead of searched, by their name in `SHORT_NAMES`' values."""
     least_used: float = 0.9
@@ -75,6 +78,7 @@ class SearchQuestion:
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
             **{name: getattr(self.conventions, name) for name in _CONVENTIONS},
+            framework_memory=self.framework_memory,
         )
 
 

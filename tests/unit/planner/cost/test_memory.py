@@ -12,7 +12,12 @@ from paceline.core import ModelShape, ParallelLayout, Precision, precision_prese
 from paceline.core.units import GIB
 from paceline.planner.cost.activations import kept_activations
 from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import StateBytes, layout_memory, layout_state_bytes
+from paceline.planner.cost.memory import (
+    StateBytes,
+    layout_memory,
+    layout_state_bytes,
+    stage_parameters,
+)
 from tests.unit.planner.cost.megatron_cases import megatron_shape
 
 # Name: width, heads, layers, pipeline, interleave, micro-batch, and figure 1 in GiB per GPU:
@@ -75,7 +80,8 @@ def test_published_memory_per_device(name: str) -> None:
     both = _activations(name, sequence_parallel=True, activation_checkpointing="selective")
     assert both / GIB == pytest.approx(spared, rel=0.05)
     held = layout_state_bytes(*_published(name))
-    assert held.total / GIB == pytest.approx([states], rel=0.05)
+    # The figure spreads the embedding over all stages; here the fullest stage has all of it.
+    assert states < held.total[0] / GIB < 1.09 * states
 
 
 @pytest.mark.parametrize("name", PERCENT)
@@ -174,7 +180,8 @@ def test_copies_of_gradients_and_weights() -> None:
     assert away.weight_copies == 0
     assert away.gathered == pytest.approx([2 * (2 * block + counted.embedding)])
     deep = ParallelLayout(shard=2, sharding="parameters", pipeline=12)
-    assert _states(deep).gathered == pytest.approx([2 * counted.total / 12])
+    fullest = stage_parameters(Layouts.of([deep]), WORKLOAD)
+    assert _states(deep).gathered == pytest.approx(2 * fullest)
 
 
 def test_logits_are_held_by_the_last_stage_and_divided_by_tensor_ranks() -> None:

@@ -60,5 +60,6 @@ def plot_scaling_backtest(records: Sequence[Record]) -> Figure:
 def _place(record: Record, number: int) -> float:
     """Returns where the marker of the so manieth method lies, beside its budget."""
     budget, shown = record.case["compute_budget"], record.case["num_budgets"]
-    assert isinstance(budget, float) and isinstance(shown, int)
+    assert isinstance(budget, float)
+    assert isinstance(shown, int)
     return float(budget * _APART ** (number + len(_STYLES) * (shown - _MIDDLE_WINDOW) / 2))

@@ -1,0 +1,54 @@
+"""Published peaks of memory against the planner's."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from paceline.core.units import GIB
+from paceline.records import Record
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
+
+_NAMES = {"bloom": "BLOOM (Megatron-DeepSpeed), A100 80 GB", "torchtitan": "torchtitan, H100, H200"}
+
+
+def plot_published_memory(records: Sequence[Record]) -> Figure:
+    """Draws predicted against measured peaks, and what is predicted of runs out of memory."""
+    figure = blank_figure("Peak memory of a device, predicted with its model held out")
+    axes = figure.subplots()
+    ends = np.array([25.0, 100.0])
+    axes.plot(ends, ends, color=GRAY, lw=0.8)
+    axes.fill_between(ends, 0.94 * ends, 1.06 * ends, color=GRAY, alpha=0.15, lw=0, label="±6%")
+    for number, (framework, name) in enumerate(_NAMES.items()):
+        own = [record for record in records if record.case["framework"] == framework]
+        peaks = [record.metrics for record in own if "peak_bytes" in record.metrics]
+        axes.plot(
+            [metrics["peak_bytes"].value / GIB for metrics in peaks],
+            [metrics["predicted_bytes"].value / GIB for metrics in peaks],
+            *("os"[number],),
+            color=COLORS[number],
+            ms=4.5,
+            alpha=0.7,
+            label=name,
+        )
+        failed = [
+            record.metrics
+            for record in own
+            if record.case["outcome"] == "out of memory" and "capacity_bytes" in record.metrics
+        ]
+        if failed:
+            axes.plot(
+                [metrics["capacity_bytes"].value / GIB for metrics in failed],
+                [metrics["predicted_bytes"].value / GIB for metrics in failed],
+                "x",
+                color=COLORS[3],
+                ms=7,
+                label="went out of memory, at the capacity",
+            )
+            capacity = failed[0]["capacity_bytes"].value / GIB
+            axes.axhline(capacity, color=COLORS[3], lw=0.8, ls="--")
+    add_grid(axes, "both")
+    axes.set_xlabel("published peak (GiB)")
+    axes.set_ylabel("predicted peak (GiB)")
+    axes.legend(fontsize="small", frameon=False, loc="upper left")
+    return figure

@@ -1,0 +1,158 @@
+"""What frameworks hold: counted by hand, and against peaks that were published."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import statistics
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from paceline.core import ModelShape, ParallelLayout, Precision
+from paceline.core.device_table import find_device
+from paceline.core.units import GIB
+from paceline.planner.cost.activations import block_bytes_per_token, odd_matmul_bytes
+from paceline.planner.cost.framework_memory import (
+    PLAIN,
+    FrameworkMemory,
+    find_framework_memory,
+    usable_bytes,
+)
+from paceline.planner.cost.layouts import Layouts, Workload
+from paceline.planner.cost.memory import layout_memory, layout_state_bytes, stage_parameters
+
+LLAMA = ModelShape(
+    vocab_size=128_256,
+    d_model=4096,
+    d_ff=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    max_context_length=8192,
+)
+TITAN = find_framework_memory("torchtitan", "bfloat16")
+
+
+def workload(framework: FrameworkMemory = PLAIN, **options: object) -> Workload:
+    fields = {
+        "shape": LLAMA,
+        "precision": Precision(compute="bfloat16", reduction="float32"),
+        "context_length": 8192,
+        "micro_batch": 2,
+        "num_micro_batches": 1,
+        "framework_memory": framework,
+    }
+    return Workload(**(fields | options))  # type: ignore[arg-type]
+
+
+def layout(**axes: object) -> Layouts:
+    return Layouts.of([ParallelLayout(**axes)])  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    path = pathlib.Path(__file__).parents[4] / "scripts" / "planner_memory.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_odd_matmuls_are_query_value_gate_and_down() -> None:
+    # 16-bit query, attention's output, value, gate, down; a float32 sum per head.
+    assert odd_matmul_bytes(workload(TITAN)) == 2 * (4096 + 4096 + 1024 + 14_336 + 4096) + 4 * 32
+    selective = layout(activation_checkpointing="selective")
+    kept = block_bytes_per_token(selective, workload(TITAN)).value
+    assert kept == odd_matmul_bytes(workload(TITAN)) + 2 * 4096
+    everything = block_bytes_per_token(layout(), workload(TITAN)).value
+    assert everything == block_bytes_per_token(selective, workload()).value > 3 * kept
+
+
+def test_fused_kernels_and_float8_keep_less() -> None:
+    by_hand = {
+        PLAIN: 20 * 4096 + 8 + 4 * 1024 + 8 * 14_336 + 4 * 32,
+        FrameworkMemory(fused=True): 12 * 4096 + 8 + 4 * 1024 + 6 * 14_336 + 4 * 32,
+        FrameworkMemory(fused=True, float8_inputs=True): (
+            11 * 4096 + 8 + 4 * 1024 + 5 * 14_336 + 4 * 32
+        ),
+    }
+    for framework, expected in by_hand.items():
+        kept = block_bytes_per_token(layout(), workload(framework)).value
+        assert kept == expected
+
+
+def test_the_fullest_stage_has_the_embedding() -> None:
+    shape = dataclasses.replace(LLAMA, num_layers=30, tied_embeddings=True)
+    count = workload(shape=shape)
+    embedding = 128_256 * 4096
+    (total,) = np.atleast_1d(stage_parameters(layout(), count))
+    block = (total - embedding) / 30
+    # 30 blocks in 4 stages: 8, of which embedding and output layer are two.
+    assert stage_parameters(layout(pipeline=4), count) == pytest.approx(7 * block + embedding)
+    # 30 blocks in 5 stages: six each, and the embedding beside them.
+    assert stage_parameters(layout(pipeline=5), count) == pytest.approx(6 * block + embedding)
+    # 30 blocks in 7 stages divide in no way.
+    assert stage_parameters(layout(pipeline=7), count) == pytest.approx(5 * block + embedding)
+
+
+def test_what_deepspeed_and_fsdp_hold_beside_their_states() -> None:
+    sharded = layout(shard=4, sharding="optimizer")
+    plain = layout_state_bytes(sharded, workload())
+    beside = layout_state_bytes(
+        sharded, workload(FrameworkMemory(step_bytes=4, low_gradient_bytes=2))
+    )
+    total = stage_parameters(layout(), workload())
+    assert beside.optimizer_state - plain.optimizer_state == pytest.approx(4 * total / 4)
+    assert beside.gradients - plain.gradients == pytest.approx(2 * total)
+    stages = layout(shard=4, sharding="parameters", pipeline=2)
+    gathered = layout_state_bytes(stages, workload(FrameworkMemory(stays_gathered=True))).gathered
+    assert gathered == pytest.approx(2 * stage_parameters(stages, workload()))
+
+
+def test_constant_and_gaps_add_to_the_peak() -> None:
+    few, many = (
+        layout_memory(layout(), workload(framework))
+        for framework in (PLAIN, FrameworkMemory(constant_bytes=1e9, gaps=0.5, most_with_gaps=2e9))
+    )
+    assert many.total - few.total == pytest.approx(2e9)
+    split = layout(tensor=2, sequence_parallel=True)
+    whole = layout_memory(split, workload(FrameworkMemory(whole_sequences=8))).framework
+    assert whole == pytest.approx(8 * 2 * 4096 * 16_384)
+    assert layout_memory(layout(), workload(FrameworkMemory(whole_sequences=8))).framework == 0
+
+
+def test_a_device_of_80_gb_has_80_gib_but_for_a_little() -> None:
+    assert usable_bytes(find_device("a100-sxm-80gb")) == pytest.approx(79.2 * GIB)
+
+
+def test_published_peaks(study: ModuleType) -> None:
+    cases = [case for case in study.memory_cases() if case.family in ("bloom", "torchtitan")]
+    peaks = study.predict_peaks(cases)
+    bloom = [each for each in peaks if each.case.family == "bloom" and each.measured]
+    memory = find_framework_memory("bloom", "float16")
+    constant, gaps = study.fit_constants(bloom)
+    assert memory.constant_bytes == pytest.approx(constant, rel=0.01)
+    assert memory.gaps == pytest.approx(gaps, rel=0.01)
+    held_out = study.held_out(peaks)
+    for family, number, limit in (("bloom", 94, 0.03), ("torchtitan", 20, 0.045)):
+        errors = [
+            abs(each.predicted / each.measured - 1)
+            for each in held_out
+            if each.case.family == family and each.measured
+        ]
+        assert len(errors) == number
+        assert statistics.median(errors) < limit
+    failed = [each.verdict for each in held_out if each.case.run.unit == "OOM"]
+    assert sorted(failed) == ["fits"] + 5 * ["refused"]
+
+
+def test_no_published_run_is_refused(study: ModuleType) -> None:
+    peaks = study.predict_peaks(study.memory_cases())
+    ran = [each for each in peaks if each.case.run.unit != "OOM"]
+    assert len(ran) > 2400
+    assert [each.case.run.id for each in ran if each.verdict == "refused"] == []
