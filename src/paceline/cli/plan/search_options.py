@@ -91,6 +91,7 @@ class ClusterOptions:
             num_devices=num_devices,
             memory_bytes=memory,
             devices_per_host=self.devices_per_host,
+            float8_matmuls=self.precision == "float8",
             runnable=runnable,
         )
 

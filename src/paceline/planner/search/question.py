@@ -45,6 +45,8 @@ class SearchQuestion:
     memory_bytes: float
     """What one device may hold at the peak of a step."""
     devices_per_host: int = 8
+    float8_matmuls: bool = False
+    """Whether matmuls are in float8, below the dtype that `precision` computes in."""
     runnable: bool = False
     """Whether only layouts count that Paceline's own trainer runs."""
     conventions: Conventions = dataclasses.field(

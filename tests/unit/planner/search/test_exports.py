@@ -92,6 +92,14 @@ def test_torchtitan_config() -> None:
     assert "no ZeRO-1" in torchtitan_config(_choice(WIDE), _asked())
 
 
+def test_float8_is_said_in_both() -> None:
+    asked = _asked(float8_matmuls=True)
+    assert "--fp8-format hybrid" in megatron_flags(_choice(WIDE), asked)
+    assert tomllib.loads(torchtitan_config(_choice(WIDE), asked))["model"]["converters"] == [
+        "float8"
+    ]
+
+
 def test_torchtitan_accumulates_without_stages() -> None:
     layout = ParallelLayout(shard=64, sharding="parameters", activation_checkpointing="selective")
     config = tomllib.loads(torchtitan_config(_choice(layout, passes=4, micro_batch=2), _asked()))

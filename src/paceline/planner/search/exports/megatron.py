@@ -67,6 +67,8 @@ def _batch_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
         yield "--bf16"
     elif question.precision.compute == "float16":
         yield "--fp16"
+    if question.float8_matmuls:
+        yield "--fp8-format hybrid"
 
 
 def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:

@@ -45,7 +45,8 @@ def _sections(
     layout, batch, shape = choice.layout, choice.batch, question.shape
     stages = layout.pipeline
     flavor = _FLAVORS.get((shape.num_layers, shape.d_model), "custom")
-    yield "model", [("name", "llama3"), ("flavor", flavor)]
+    converters = [("converters", ["float8"])] if question.float8_matmuls else []
+    yield "model", [("name", "llama3"), ("flavor", flavor), *converters]
     passes = batch.accumulation_steps if stages > 1 else 1
     yield (
         "training",
@@ -86,4 +87,6 @@ def _sections(
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
