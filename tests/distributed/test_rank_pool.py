@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.parallel import RankError, RankPool
+from tests.processes import is_running
 
 
 def _process_id(rank: int, world_size: int) -> int:
@@ -97,27 +98,28 @@ def test_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPat
             assert pool.run(_variable) == [value]
 
 
-def test_ranks_end_with_a_program_that_is_killed(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("then", ["return", "time.sleep(60)"], ids=["idle", "busy"])
+def test_ranks_end_with_a_program_that_is_killed(tmp_path: pathlib.Path, then: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os, time\n"
         "from paceline.parallel import RankPool\n"
-        "def process_id(rank, world_size):\n"
-        "    return os.getpid()\n"
+        "def tell_process_id(rank, world_size):\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"
+        f"    {then}\n"
         "if __name__ == '__main__':\n"
         "    with RankPool(2, timeout_s=60) as pool:\n"
-        "        print(*pool.run(process_id), flush=True)\n"
+        "        pool.run(tell_process_id)\n"
         "        time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        pids = [int(pid) for pid in running.stdout.readline().split()]
+        pids = [int(running.stdout.readline()) for _ in range(2)]
         running.kill()
     deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]:
+    while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
-    assert len(pids) == 2
 
 
 def test_what_ranks_are_forked_from_has_no_threads_and_no_device() -> None:

@@ -15,6 +15,8 @@ import contextlib
 import math
 import multiprocessing
 import os
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
-from paceline.core.processes import deaf_to_interrupts, die_with_parent
+from paceline.core.processes import deaf_to_interrupts
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import Placement, local_placement
 from paceline.parallel.ranks.rendezvous import RENDEZVOUS_FILE, rendezvous_path
@@ -191,6 +193,18 @@ class RankPool:
         self._rendezvous.close()
 
 
+def _end_with_program() -> None:
+    """Ends this rank as soon as the program that uses it has ended, whatever the rank is doing.
+
+    The kernel could end it with its parent. But that is the server, which outlives the program as
+    long as a rank lives: every rank has the pipe open on which the server waits for the end.
+    """
+    program = multiprocessing.parent_process()
+    assert program is not None
+    wait([program.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _rank_main(
     connection: Connection,
     environment: dict[str, str],
@@ -199,7 +213,7 @@ def _rank_main(
     backend: str,
     timeout_s: float,
 ) -> None:
-    die_with_parent(os.getppid())  # The server, which ends with the program.
+    threading.Thread(target=_end_with_program, daemon=True).start()
     # The server has kept the environment of the program's first pool.
     os.environ.clear()
     os.environ.update(environment)
