@@ -10,6 +10,7 @@ from paceline.reports.tables.planning.recorded import (
     batches_table,
     layouts_table,
     published_table,
+    recipes_table,
     speed_table,
 )
 from paceline.reports.tables.table import Table
@@ -19,6 +20,7 @@ def plan_tables(searches: Sequence[Record], speeds: Sequence[Record]) -> dict[st
     """Returns the tables by name."""
     return {
         "plan-search": layouts_table(_study(searches, "example")),
+        "plan-search-nvidia": recipes_table(_study(searches, "NVIDIA")),
         "plan-search-llama3": published_table(_study(searches, "Llama 3")),
         "plan-search-100000": batches_table(_study(searches, "100,000 devices")),
         "plan-search-speed": speed_table(speeds),

@@ -152,7 +152,12 @@ OTHER_TABLES = {
     "scaling-studies": ("scaling-coverage", "scaling-warnings", "scaling-design"),
     "scaling-speed": ("scaling-speed",),
     "chaos": ("chaos",),
-    "plan-search": ("plan-search", "plan-search-llama3", "plan-search-100000"),
+    "plan-search": (
+        "plan-search",
+        "plan-search-nvidia",
+        "plan-search-llama3",
+        "plan-search-100000",
+    ),
     "plan-search-speed": ("plan-search-speed",),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }

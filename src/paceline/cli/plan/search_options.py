@@ -78,6 +78,7 @@ class ClusterOptions:
             beyond = find_framework_memory(calibration.framework, calibration.precision)
             precision = calibration.training_precision
         context = self.context or shape.max_context_length
+        # As advertised: 6% below what an H100 really has, the median error of the account.
         memory = self.find().memory_bytes.value
         if self.memory is not None:
             memory = parse_bytes(self.memory)

@@ -48,6 +48,33 @@ def published_table(records: Sequence[Record]) -> Table:
     )
 
 
+def recipes_table(records: Sequence[Record]) -> Table:
+    """Makes a row for what the search finds and for each published recipe, with its measurement."""
+    return Table(
+        headers=(
+            "model, devices",
+            "",
+            "layout",
+            "step (s)",
+            "90% interval",
+            "measured (s)",
+            *_HEADERS,
+        ),
+        rows=tuple(
+            (
+                f"{record.case['model']}, {record.case['devices']}",
+                "NVIDIA's recipe" if _measured(record) else "search",
+                str(record.case["layout"]),
+                *_time(record),
+                _measured(record),
+                *_figures(record),
+            )
+            for record in {_identity(record): record for record in records}.values()
+        ),
+        caption="NeMo's published recipes on H100s, and what the search finds for the same batch",
+    )
+
+
 def batches_table(records: Sequence[Record]) -> Table:
     """Makes a row for every batch on a large cluster, with goodput."""
     first = records[0]
@@ -107,6 +134,15 @@ def _figures(record: Record) -> tuple[str, ...]:
 def _time(record: Record) -> tuple[str, str]:
     time = record.metrics["step_time_s"]
     return f"{time.value:.3g}", f"{time.low:.3g} to {time.high:.3g}"
+
+
+def _measured(record: Record) -> str:
+    metric = record.metrics.get("measured_step_time_s")
+    return "" if metric is None else f"{metric.value:.3g}"
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    return (record.case["model"], record.case["devices"], record.case["layout"], _measured(record))
 
 
 def _whose(record: Record) -> str:

@@ -123,6 +123,7 @@ def comparison_table(comparison: Comparison) -> Table:
             f"{to_gibibytes(other.memory_bytes[part] - size):+.1f} GiB",
         )
         for part, size in best.memory_bytes.items()
+        if size or other.memory_bytes[part]
     ]
     return Table(
         headers=("", "best", comparison.asked, "difference"),
