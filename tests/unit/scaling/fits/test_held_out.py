@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from paceline.reports.tables.scaling import methods_table
 from paceline.scaling import Sweep, decide, diagnose, fit, predict, read_sweep, synthetic_sweep
 from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.held_out import choose_method
@@ -64,6 +65,7 @@ def test_another_method_answers_where_they_do_not() -> None:
     assert "runs_trimmed" in findings
     (decision,) = decide(found, [1e22])
     assert decision.method == "parabola"
+    assert found.choice.reason in methods_table(found, [decision], 0.9).notes
     (own,) = [answer for answer in decision.answers if answer.method == "parabola"]
     assert decision.run.parameters == pytest.approx(own.parameters.value, rel=0.03)
     wasted = {waste.reason: waste.wasted for waste in decision.waste}
