@@ -36,7 +36,8 @@ class ParameterCount:
     @property
     def total(self) -> int:
         """All parameters, tied ones once; `matmul` counts some of the other fields again."""
-        return sum(dataclasses.astuple(self)) - self.matmul
+        total: int = sum(dataclasses.astuple(self)) - self.matmul
+        return total
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
