@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable
 
+from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_preset, precision_preset
 from paceline.core.errors import PacelineError
 from paceline.core.units import KIB
 from paceline.data.format.manifest import read_manifest
@@ -21,7 +22,7 @@ from paceline.data.tokenizer import byte_tokenizer_json, load_tokenizer
 from paceline.models.hugging_face.files import read_config as hugging_face_config
 from paceline.models.hugging_face.files import weight_files
 from paceline.prediction.calibration_records import calibrations
-from paceline.records import RecordStore
+from paceline.records import RecordStore, encode_plan
 from paceline.scaling import read_sweep
 from paceline.traces.events.reader import Event, TraceReader
 from paceline.training.checkpoint.verify import list_checkpoints
@@ -71,10 +72,23 @@ def _checkpoint() -> bytes:
     return json.dumps({"blake3": "0" * 64, "manifest": body}).encode()
 
 
+def _searched_plan() -> bytes:
+    plan = Plan(
+        model=model_preset("bytes-6M"),
+        batch=BatchShape(num_sequences=2, context_length=128, accumulation_steps=4),
+        precision=precision_preset("bfloat16"),
+        layout=ParallelLayout(shard=4, sharding="gradients"),
+        hardware="h100-sxm",
+        predictions={"step_time_s": Estimate(value=0.5)},
+    )
+    return encode_plan(plan)
+
+
 Reader = Callable[[pathlib.Path], object]
 FILES: dict[str, tuple[str, Callable[[], bytes], Reader]] = {
     "run config": ("run.toml", _run_config, read_config),
     "plan": ("plan.json", lambda: _lines("step-backtest.jsonl", 2, first=12), read_plan),
+    "searched plan": ("plan.json", _searched_plan, read_plan),
     "records": (
         "records.jsonl",
         lambda: _lines("ddp-2gbit.jsonl", 2),
