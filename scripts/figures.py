@@ -22,6 +22,7 @@ from docs_tables import (
     repeats_table,
     train_continue_table,
 )
+from reliability_tables import kills_table, recovery_table, reliability_table, replicas_table
 from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
@@ -159,6 +160,8 @@ OTHER_TABLES = {
         "plan-search-100000",
     ),
     "plan-search-speed": ("plan-search-speed",),
+    "kills": ("kills", "recovery", "reliability"),
+    "replicas": ("replicas",),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
 # Pictures that show how something works, from no record.
@@ -463,6 +466,10 @@ def tables() -> dict[str, str]:
         "chaos.md": render_markdown(
             chaos_table([each for each in read("chaos") if each.kind == FAULT])
         ),
+        "reliability.md": render_markdown(reliability_table(read)),
+        "kills.md": render_markdown(kills_table(read("kills"))),
+        "replicas.md": render_markdown(replicas_table(read("replicas"))),
+        "recovery.md": render_markdown(recovery_table(read("kills"))),
         "benchmarks.md": benchmarks(),
     }
     return {**made, **rendered, **others}

@@ -28,23 +28,12 @@ import tempfile
 import time
 
 from fault_records import record_fault
-from sample_tokens import prepare_sample
+from study_runs import study_run, write_config
 
-from paceline.data.loader.config import SourceConfig
 from paceline.parallel.ranks.supervision.heartbeats import Heartbeat, Heartbeats, Phase, Writing
 from paceline.training.audit import audit_run
-from paceline.training.config import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    StepConfig,
-)
+from paceline.training.config import ParallelConfig, RunConfig
 from paceline.training.metrics.rows import RESTARTED, EventRow, MetricsFile, StepRow
-from paceline.training.toml_config import encode_config
 
 IN_A_STEP = ("data", "forward", "backward", "all-reduce", "update")
 IN_A_SAVE = ("write", "publish")
@@ -100,8 +89,7 @@ class Run:
     """
 
     def __init__(self, config: RunConfig, num_ranks: int, max_restarts: int) -> None:
-        path = pathlib.Path(f"{config.out}.toml")
-        path.write_text(encode_config(config), encoding="utf-8")
+        path = write_config(config)
         self.marker = str(path)
         self._command = [sys.executable, "-m", "paceline", "train", str(path)]
         self._command += ["--ranks", str(num_ranks), "--supervise"]
@@ -294,6 +282,10 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
         by_phase[where(each)].append(each)
     for phase, of_phase in sorted(by_phase.items()):
         times = [each.recovery_s for each in of_phase if each.recovery_s]
+        parts = {
+            name: [each.parts[name] for each in of_phase if name in each.parts]
+            for name in sorted({name for each in of_phase for name in each.parts})
+        }
         lost = sum(not each.bit_equal or bool(each.orphans) for each in of_phase)
         if wrong and not any(not each.bit_equal or each.orphans for each in kills):
             lost = len(of_phase)  # Nobody knows which kill it was.
@@ -308,7 +300,7 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
                 "world_size": arguments.ranks,
                 "seed": arguments.seed,
             },
-            metrics={"recovery_s": times} if times else {},
+            metrics={"recovery_s": times, **parts} if times else {},
         )
         if times:
             print(f"back in {statistics.median(times):.2f} s, {max(times):.2f} s at worst")
@@ -333,22 +325,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", default="bucketed")
-    parser.add_argument("--d-model", type=int, default=64)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        source = SourceConfig(place=prepare_sample(place))
-        config = RunConfig(
-            out=str(place / "killed"),
-            model=ModelConfig(
-                num_layers=2, d_model=arguments.d_model, d_ff=128, num_heads=4, num_kv_heads=4
-            ),
-            data=DataConfig(sources=(source,), context_length=32),
-            training=StepConfig(steps=_STEPS_PER_KILL * arguments.kills + 100, batch_size=8),
+        config = study_run(
+            place,
+            "killed",
+            steps=_STEPS_PER_KILL * arguments.kills + 100,
+            saves_every=5,
             parallel=ParallelConfig(strategy=arguments.strategy, device="cpu", timeout_s=60),
-            checkpoint=CheckpointConfig(every_steps=5),
-            evaluation=EvaluationConfig(sequences=0),
-            logging=LoggingConfig(every_steps=100),
         )
         reference = dataclasses.replace(config, out=str(place / "never-killed"))
         untouched = Run(reference, arguments.ranks, 0)

@@ -76,30 +76,17 @@ ROWS = (
         f"losses within {_MOST_DIFFERENCE:g} for 50 steps",
     ),
     Row(
-        "NaN or infinity on one rank",
-        "bad-steps",
-        "all ranks leave out the same batch; to the bit as if it had never been there",
-        _fault("NaN"),
-    ),
-    Row(
         "a bit flipped in weights or optimizer state",
         "corruption",
         "found within 5 steps, the rank named; to the bit as if it had not happened",
         _fault("flipped"),
     ),
     Row("steps without a fault", "corruption", "no alarm", _fault("none")),
-    Row("a rank half as slow again", "bad-steps", "named within 10 steps", _fault("slow")),
-    Row("a rank stopped for 5 s", "bad-steps", "named in the next step", _fault("SIGSTOP")),
     Row(
         "a link down, at 50 Mbit/s, or with 2% loss",
         "chaos-links",
         f"trains on; losses to the bit; {_ONCE}",
         lambda record: record.kind == "chaos_fault",
-    ),
-    Row(
-        "Slurm: TERM, USR1, requeue, node lost, scancel",
-        "slurm-faults",
-        "saves, ends with the documented exit code, goes on",
     ),
     Row(
         "configs, records, traces, plans and other files, damaged",
@@ -162,13 +149,59 @@ def kills_table(records: Sequence[Record]) -> Table:
     )
 
 
+_PARTS = {
+    "silent_s": "from the last sign of life of the rank that failed until its end is noticed",
+    "wait_s": "until new ranks are forked",
+    "rendezvous_s": "until they have met",
+    "load_s": "until model and optimizer are built and loaded",
+    "first_step_s": "until the first step is done",
+}
+
+
+def recovery_table(records: Sequence[Record]) -> Table:
+    """Makes the table of what a restart consists of."""
+    rows = []
+    for name, meaning in _PARTS.items():
+        times = _samples(records, name)
+        shown = f"{statistics.median(times):.3f}", f"{max(times):.3f}"
+        rows.append((f"`{name}`", meaning, *shown))
+    return Table(
+        headers=("detail", "seconds", "median", "worst"),
+        rows=tuple(rows),
+        caption=f"{len(_samples(records, 'load_s'))} restarts of a small model on two ranks",
+    )
+
+
+def replicas_table(records: Sequence[Record]) -> Table:
+    """Makes the table of replicas that were killed: what the others lost, and when it was back."""
+    (killed,) = [record for record in records if "paused_s" in record.metrics]
+    rows = [
+        (label, f"{statistics.median(times):.1f}", f"{min(times):.1f}", f"{max(times):.1f}")
+        for label, name in (
+            ("the others stood still", "paused_s"),
+            ("the lost replica was away", "away_s"),
+        )
+        if (times := _samples([killed], name))
+    ]
+    tried, num_lost = _counts(killed)
+    return Table(
+        headers=("seconds", "median", "shortest", "longest"),
+        rows=tuple(rows),
+        caption=f"{tried} kills of replicas, {num_lost} of them with something lost",
+    )
+
+
+def _samples(records: Sequence[Record], name: str) -> list[float]:
+    return [
+        seconds
+        for record in records
+        if name in record.metrics
+        for seconds in record.metrics[name].samples or ()
+    ]
+
+
 def _kill_cells(group: Sequence[Record]) -> tuple[str, ...]:
     tried, lost = map(sum, zip(*map(_counts, group), strict=True))
-    times = [
-        seconds
-        for record in group
-        if "recovery_s" in record.metrics
-        for seconds in record.metrics["recovery_s"].samples or ()
-    ]
+    times = _samples(group, "recovery_s")
     shown = (f"{statistics.median(times):.2f}", f"{max(times):.2f}") if times else ("-", "-")
     return str(tried), str(tried - lost), str(lost), *shown

@@ -26,22 +26,11 @@ from collections.abc import Callable
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from fault_records import record_fault
-from sample_tokens import prepare_sample
+from study_runs import study_run, write_config
 
-from paceline.data.loader.config import SourceConfig
 from paceline.training.audit import audit_run
-from paceline.training.config import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    StepConfig,
-)
+from paceline.training.config import ParallelConfig, RunConfig
 from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow, StepRow
-from paceline.training.toml_config import encode_config
 from tests.processes import children_of, is_running
 
 _STEPS_BETWEEN = 10
@@ -53,8 +42,7 @@ class Run:
     """The command, started again after its launcher was killed."""
 
     def __init__(self, config: RunConfig, num_replicas: int) -> None:
-        path = pathlib.Path(f"{config.out}.toml")
-        path.write_text(encode_config(config), encoding="utf-8")
+        path = write_config(config)
         self._log = pathlib.Path(f"{config.out}.log")
         self._command = [sys.executable, "-m", "paceline", "train", str(path)]
         self._command += ["--ranks", str(num_replicas)]
@@ -143,23 +131,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        place = pathlib.Path(directory)
-        config = RunConfig(
-            out=str(place / "killed"),
-            model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=4),
-            data=DataConfig(
-                sources=(SourceConfig(place=prepare_sample(place)),), context_length=32
-            ),
-            training=StepConfig(steps=10**6, batch_size=8),
+        config = study_run(
+            pathlib.Path(directory),
+            "killed",
+            steps=10**6,
+            saves_every=50,
             parallel=ParallelConfig(
                 device="cpu",
                 elastic="replicas",
                 timeout_s=60,
                 heartbeat_timeout_s=arguments.heartbeat_s,
             ),
-            checkpoint=CheckpointConfig(every_steps=50),
-            evaluation=EvaluationConfig(sequences=0),
-            logging=LoggingConfig(every_steps=100),
         )
         run = Run(config, arguments.replicas)
         try:

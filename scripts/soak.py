@@ -26,22 +26,11 @@ import time
 from typing import NamedTuple
 
 from fault_records import record_fault
-from sample_tokens import prepare_sample
+from study_runs import study_run, write_config
 
-from paceline.data.loader.config import SourceConfig
 from paceline.training.audit import audit_run
-from paceline.training.config import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    StepConfig,
-)
+from paceline.training.config import ParallelConfig
 from paceline.training.metrics.rows import MetricsFile, StepRow
-from paceline.training.toml_config import encode_config
 
 _EVERY_S = 5.0
 _YOUNGEST_S = 10.0
@@ -129,20 +118,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        config = RunConfig(
-            out=str(place / "run"),
-            model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=4),
-            data=DataConfig(
-                sources=(SourceConfig(place=prepare_sample(place)),), context_length=32
-            ),
-            training=StepConfig(steps=10**7, batch_size=8),
+        config = study_run(
+            place,
+            "run",
+            steps=10**7,
+            saves_every=100,
             parallel=ParallelConfig(strategy="sharded", device="cpu", timeout_s=60),
-            checkpoint=CheckpointConfig(every_steps=100),
-            evaluation=EvaluationConfig(sequences=0),
-            logging=LoggingConfig(every_steps=100),
         )
-        path = place / "run.toml"
-        path.write_text(encode_config(config), encoding="utf-8")
+        path = write_config(config)
         paceline = [sys.executable, "-m", "paceline"]
         command = [*paceline, "train", str(path), "--ranks", str(arguments.ranks)]
         num_processes = arguments.ranks

@@ -1,12 +1,13 @@
-"""How long clients of one TCPStore take to meet, on loopback.
+"""How long clients of one TCPStore, or of one of torchft's lighthouses, take to meet, on loopback.
 
-One server process, some processes of clients, each client with a connection and a thread. Two ways
-to meet: by a counter, as torch's own barrier does (add, and the last one sets the key that all wait
-for), and by keys, as a rendezvous that exchanges addresses does (each sets its own and waits for
-those of all). A round lasts from the first client's call to the last one's return. Appends one
-record per number of clients to a store.
+One server process, some processes of clients, each client with a connection and a thread. Ways to
+meet at a TCPStore: by a counter, as torch's own barrier does (add, and the last one sets the key
+that all wait for), and by keys, as a rendezvous that exchanges addresses does (each sets its own
+and waits for those of all). At a lighthouse: by a quorum, which every step of replicas begins with.
+A round lasts from the first client's call to the last one's return. Appends one record per number
+of clients to a store. A lighthouse needs torchft.
 
-    python scripts/store_latency.py results/store-latency.jsonl
+    python scripts/store_latency.py results/store-latency.jsonl --subjects TCPStore lighthouse
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ STACK_BYTES = 512 * 1024
 Times = list[tuple[float, float]]
 
 
-def serve(port: Any, ended: Any) -> None:
+def serve_store(port: Any, ended: Any, num_clients: int) -> None:
     """Runs the store until it is told to end, listening on loopback only."""
     listener = socket.socket()
     listener.bind((HOST, 0))
@@ -51,16 +52,33 @@ def serve(port: Any, ended: Any) -> None:
     del store
 
 
-def connect(port: int, num_clients: int) -> tuple[list[dist.TCPStore], Times]:
-    """Opens the connections of one process, one after the other."""
-    stores, times = [], []
-    for _ in range(num_clients):
-        began = time.monotonic()
-        stores.append(
-            dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        )
-        times.append((began, time.monotonic()))
-    return stores, times
+def serve_lighthouse(port: Any, ended: Any, num_clients: int) -> None:
+    """Runs a lighthouse until it is told to end, listening on loopback only."""
+    from torchft.coordination import LighthouseServer
+
+    milliseconds = int(TIMEOUT.total_seconds() * 1000)
+    lighthouse = LighthouseServer(
+        bind=f"{HOST}:0",
+        min_replicas=num_clients,
+        join_timeout_ms=milliseconds,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=milliseconds,
+    )
+    port.value = int(lighthouse.address().rpartition(":")[2].rstrip("/"))
+    ended.wait()
+    lighthouse.shutdown()
+
+
+def connect_to_store(port: int) -> dist.TCPStore:
+    """Opens a connection to the store."""
+    return dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def connect_to_lighthouse(port: int) -> Any:
+    """Opens a connection to the lighthouse."""
+    from torchft.coordination import LighthouseClient
+
+    return LighthouseClient(f"http://{HOST}:{port}", TIMEOUT)
 
 
 def meet_by_counter(store: dist.TCPStore, name: str, rank: int, world_size: int) -> None:
@@ -76,9 +94,25 @@ def meet_by_keys(store: dist.TCPStore, name: str, rank: int, world_size: int) ->
     store.wait([f"{name}/{other}" for other in range(world_size)], TIMEOUT)
 
 
-WAYS: dict[str, Callable[[dist.TCPStore, str, int, int], None]] = {
-    "counter": meet_by_counter,
-    "keys": meet_by_keys,
+def meet_by_quorum(lighthouse: Any, name: str, rank: int, world_size: int) -> None:
+    """Asks who takes part."""
+    lighthouse.quorum(str(rank), TIMEOUT, step=int(name.removeprefix("quorum")))
+
+
+class Subject(NamedTuple):
+    """What clients meet at."""
+
+    serve: Callable[[Any, Any, int], None]
+    connect: Callable[[int], Any]
+    ways: dict[str, Callable[[Any, str, int, int], None]]
+    """How they meet, by name."""
+
+
+SUBJECTS = {
+    "TCPStore": Subject(
+        serve_store, connect_to_store, {"counter": meet_by_counter, "keys": meet_by_keys}
+    ),
+    "lighthouse": Subject(serve_lighthouse, connect_to_lighthouse, {"quorum": meet_by_quorum}),
 }
 
 
@@ -90,21 +124,38 @@ def call(meet: Callable[[], None], gate: threading.Barrier, times: Times) -> Non
     times.append((began, time.monotonic()))
 
 
+def connect(subject: Subject, port: int, num_clients: int) -> tuple[list[Any], Times]:
+    """Opens the connections of one process, one after the other."""
+    clients, times = [], []
+    for _ in range(num_clients):
+        began = time.monotonic()
+        clients.append(subject.connect(port))
+        times.append((began, time.monotonic()))
+    return clients, times
+
+
 def be_clients(
-    ranks: list[int], world_size: int, rounds: int, port: int, together: Any, results: Any
+    name: str,
+    ranks: list[int],
+    world_size: int,
+    rounds: int,
+    port: int,
+    together: Any,
+    results: Any,
 ) -> None:
     """Is several clients, and tells when each call began and ended."""
     threading.stack_size(STACK_BYTES)
     # Not while others still import torch.
     together.wait()
-    stores, connected = connect(port, len(ranks))
-    taken: dict[str, list[Times]] = {"connect": [connected], **{way: [] for way in WAYS}}
-    for way, number in itertools.product(WAYS, range(rounds)):
+    subject = SUBJECTS[name]
+    clients, connected = connect(subject, port, len(ranks))
+    taken: dict[str, list[Times]] = {"connect": [connected], **{way: [] for way in subject.ways}}
+    for way, number in itertools.product(subject.ways, range(rounds)):
         times: Times = []
         gate = threading.Barrier(len(ranks) + 1)
         threads = []
-        for store, rank in zip(stores, ranks, strict=True):
-            meet = functools.partial(WAYS[way], store, f"{way}{number}", rank, world_size)
+        for client, rank in zip(clients, ranks, strict=True):
+            meet = functools.partial(subject.ways[way], client, f"{way}{number}", rank, world_size)
             threads.append(threading.Thread(target=call, args=(meet, gate, times)))
         for thread in threads:
             thread.start()
@@ -117,11 +168,13 @@ def be_clients(
     together.wait()
 
 
-def measure(num_clients: int, num_processes: int, rounds: int) -> dict[str, list[float]]:
+def measure(name: str, num_clients: int, num_processes: int, rounds: int) -> dict[str, list[float]]:
     """Returns samples of each metric, one per round."""
     context = multiprocessing.get_context("spawn")
     port, ended = context.Value("i", 0), context.Event()
-    server = context.Process(target=serve, args=(port, ended), daemon=True)
+    server = context.Process(
+        target=SUBJECTS[name].serve, args=(port, ended, num_clients), daemon=True
+    )
     server.start()
     while port.value == 0 and server.is_alive():
         time.sleep(0.01)
@@ -130,6 +183,7 @@ def measure(num_clients: int, num_processes: int, rounds: int) -> dict[str, list
         context.Process(
             target=be_clients,
             args=(
+                name,
                 list(range(first, num_clients, num_processes)),
                 *(num_clients, rounds, port.value, together, results),
             ),
@@ -166,15 +220,16 @@ def main() -> int:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=["TCPStore"])
     parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 300, 1000])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     place = describe_hardware(torch.device("cpu")).as_case()
-    for num_clients in arguments.clients:
-        numbers = measure(num_clients, arguments.processes, arguments.rounds)
+    for subject, num_clients in itertools.product(arguments.subjects, arguments.clients):
+        numbers = measure(subject, num_clients, arguments.processes, arguments.rounds)
         case = {
-            "subject": "TCPStore",
+            "subject": subject,
             "clients": num_clients,
             "processes": arguments.processes,
             "rounds": arguments.rounds,
@@ -183,7 +238,7 @@ def main() -> int:
         record = measured("rendezvous", case, numbers)
         RecordStore(arguments.store).append(record)
         shown = {name: f"{metric.value * 1e3:.1f} ms" for name, metric in record.metrics.items()}
-        print(f"{num_clients} clients: {shown}")
+        print(f"{subject}, {num_clients} clients: {shown}", flush=True)
     return 0
 
 

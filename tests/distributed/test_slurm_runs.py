@@ -136,7 +136,8 @@ def test_a_warning_before_the_time_limit_saves_and_requeues(
     job = Job(tmp_path, "usr1", "--time=2", "--signal=USR1@60", "--requeue", then=requeue)
     job.submit()
     _until(lambda: len(job.starts()) == 2, 500)
-    assert job.codes() == [143]
+    # On a busy machine an attempt is warned before it has begun, and there is one more.
+    assert set(job.codes()) == {143}
     step = job.saved_step()
     assert job.starts()[1] == f"from step {step}, 2 ranks on cpu"
     _slurm("scancel", job.id)
