@@ -261,7 +261,12 @@ def test_programs_import_names_that_the_package_has(folder: str) -> None:
     for name in project_files(ROOT / folder, "*.py"):
         for node in ast.walk(ast.parse((ROOT / folder / name).read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
-                module = importlib.import_module(str(node.module))
+                try:
+                    module = importlib.import_module(str(node.module))
+                except ModuleNotFoundError as error:
+                    if str(error.name).startswith("paceline"):
+                        raise
+                    continue  # It needs an extra that is not installed here.
                 for alias in node.names:
                     submodule = f"{node.module}.{alias.name}"
                     found = hasattr(module, alias.name) or importlib.util.find_spec(submodule)
