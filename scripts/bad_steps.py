@@ -26,6 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import torch
 from fault_records import record_fault
+from study_runs import write_config
 
 from paceline.parallel import RankPool
 from paceline.records import CaseValue
@@ -34,7 +35,7 @@ from paceline.training.config import RunConfig
 from paceline.training.toml_config import encode_config
 from tests.distributed.faulty_runs import Poison, events_of, saved_tensors, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run
-from tests.processes import children_of
+from tests.processes import process_of_rank
 
 STRATEGIES = ("bucketed", "sharded", "fully_sharded")
 _STEP_S = 0.06
@@ -43,7 +44,7 @@ _KINDS: tuple[Literal["nan", "infinite"], ...] = ("nan", "infinite")
 _FEWEST_STEPS, _WITHIN = 12, 10
 _STOPPED_S = 5.0
 _LONGEST_S = 120.0
-_WAS_STOPPED = r"rank (\d+) was stopped for [4-9]\."
+_WAS_STOPPED = r"rank (\d+) was stopped for [4-9][. ]"
 
 
 def not_finite(base: RunConfig, strategy: str, number: int, seed: int) -> int:
@@ -108,9 +109,8 @@ def stopped(base: RunConfig, number: int, seed: int) -> int:
     """Stops ranks of one run now and then; returns how often that was not told of the right one."""
     chance = random.Random(seed)
     config = changed(base, "stopped", training={"steps": 10**7}, checkpoint={"every_steps": 10**6})
-    path = pathlib.Path(f"{config.out}.toml")
-    path.write_text(encode_config(config), encoding="utf-8")
-    command = [sys.executable, "-m", "paceline", "train", str(path), "--ranks", "2"]
+    command = [sys.executable, "-m", "paceline", "train", str(write_config(config))]
+    command += ["--ranks", "2"]
     metrics = pathlib.Path(config.out) / "metrics.jsonl"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -125,12 +125,8 @@ def stopped(base: RunConfig, number: int, seed: int) -> int:
     stops: list[int] = []
     for _ in range(number):
         wait_for_steps(20)
-        pid = chance.choice(children_of(process.pid))
-        variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
-        variable = re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
-        if variable is None:
-            raise RuntimeError(f"process {pid} is not a rank")
-        stops.append(int(variable[1]))
+        stops.append(chance.randrange(2))
+        pid = process_of_rank(process.pid, stops[-1])
         os.kill(pid, signal.SIGSTOP)
         time.sleep(_STOPPED_S)
         os.kill(pid, signal.SIGCONT)
@@ -153,40 +149,28 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=20)
     arguments = parser.parse_args()
     num_lost = 0
-    with tempfile.TemporaryDirectory() as directory:
-        base = small_run(pathlib.Path(directory))
-        for seed, strategy in enumerate(STRATEGIES):
-            case: dict[str, CaseValue] = {"strategy": strategy, "world_size": 2, "seed": seed}
-            lost = not_finite(base, strategy, arguments.steps, seed)
-            num_lost += lost
-            record_fault(
-                arguments.store,
-                subject="watched run",
-                fault="NaN or infinity on one rank",
-                num_tried=arguments.steps,
-                num_lost=lost,
-                case=case,
-            )
-            lost = sum(slow(base, strategy, each) for each in range(arguments.slow))
-            num_lost += lost
-            record_fault(
-                arguments.store,
-                subject="watched run",
-                fault="a rank half as slow again",
-                num_tried=arguments.slow,
-                num_lost=lost,
-                case=case,
-            )
-        lost = stopped(base, arguments.stops, seed=0)
+
+    def record(fault: str, num_tried: int, lost: int, **case: CaseValue) -> None:
+        nonlocal num_lost
         num_lost += lost
         record_fault(
             arguments.store,
             subject="watched run",
-            fault="SIGSTOP for 5 s",
-            num_tried=arguments.stops,
+            fault=fault,
+            num_tried=num_tried,
             num_lost=lost,
-            case={"world_size": 2},
+            case={"world_size": 2, **case},
         )
+
+    with tempfile.TemporaryDirectory() as directory:
+        base = small_run(pathlib.Path(directory))
+        for seed, strategy in enumerate(STRATEGIES):
+            lost = not_finite(base, strategy, arguments.steps, seed)
+            bad = "NaN or infinity on one rank"
+            record(bad, arguments.steps, lost, strategy=strategy, seed=seed)
+            lost = sum(slow(base, strategy, each) for each in range(arguments.slow))
+            record("a rank half as slow again", arguments.slow, lost, strategy=strategy, seed=seed)
+        record("SIGSTOP for 5 s", arguments.stops, stopped(base, arguments.stops, seed=0))
     return 1 if num_lost else 0
 
 

@@ -27,6 +27,7 @@ from paceline.parallel.ranks.placement import local_placement
 from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.elastic.data import ReplicaData
+from paceline.training.elastic.launch import loopback_address
 from paceline.training.elastic.step import ReplicaStep
 from paceline.training.steps.step import TrainingStep
 
@@ -105,11 +106,10 @@ def main() -> int:
     """Measures, prints and records."""
     arguments = parse_arguments(__doc__.partition("\n")[0])
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS, join_timeout_ms=60_000)
-    port = lighthouse.address().rpartition(":")[2].rstrip("/")
     with tempfile.TemporaryDirectory() as directory:
         config = make_config(arguments, pathlib.Path(directory))
         times = run_ranks(
-            run_both, RANKS, config, arguments.turns, f"http://127.0.0.1:{port}", timeout_s=7200
+            run_both, RANKS, config, arguments.turns, loopback_address(lighthouse), timeout_s=7200
         )[0]
     lighthouse.shutdown()
     record_turns(arguments, "replicas", "ranks", *times)

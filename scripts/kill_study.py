@@ -14,7 +14,6 @@ Appends a record per phase to the store, and a row per kill to a file beside it.
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -27,6 +26,8 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
 from fault_records import record_fault
 from study_runs import study_run, write_config
 
@@ -34,6 +35,7 @@ from paceline.parallel.ranks.supervision.heartbeats import Heartbeat, Heartbeats
 from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig, RunConfig
 from paceline.training.metrics.rows import RESTARTED, EventRow, MetricsFile, StepRow
+from tests.processes import children_of, is_running
 
 IN_A_STEP = ("data", "forward", "backward", "all-reduce", "update")
 IN_A_SAVE = ("write", "publish")
@@ -113,11 +115,7 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Returns the processes of the ranks, in their order."""
-        pid = self.process.pid
-        with contextlib.suppress(OSError):
-            listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            return [int(each) for each in listed.split()]
-        return []
+        return children_of(self.process.pid)
 
     def is_over(self) -> bool:
         """Whether the command has ended."""
@@ -144,13 +142,6 @@ def wait_for(run: Run, rank: int, wanted: str, steps: int) -> bool:
                 is_due, deadline = True, time.monotonic() + _PATIENCE_S
         time.sleep(_POLL_S)
     return not run.is_over()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
-    with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def kill(run: Run, this: Kill, *, until_a_step: bool) -> None:

@@ -13,7 +13,6 @@ The growth is the median of the last quarter over that of the second: in the fir
 """
 
 import argparse
-import contextlib
 import os
 import pathlib
 import re
@@ -25,12 +24,15 @@ import tempfile
 import time
 from typing import NamedTuple
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
 from fault_records import record_fault
 from study_runs import study_run, write_config
 
 from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig
 from paceline.training.metrics.rows import MetricsFile, StepRow
+from tests.processes import children_of, is_running
 
 _EVERY_S = 5.0
 _YOUNGEST_S = 10.0
@@ -49,10 +51,8 @@ class Sample(NamedTuple):
 def descendants(pid: int) -> list[int]:
     """Returns the processes below one, at any depth."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
-        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in map(int, children):
-            found += [child, *descendants(child)]
+    for child in children_of(pid):
+        found += [child, *descendants(child)]
     return found
 
 
@@ -93,9 +93,10 @@ def soak(command: list[str], log: pathlib.Path, num_processes: int, seconds: flo
         taken = sample(processes) if len(processes) == num_processes else None
         if taken is not None:
             samples.append(taken)
+    processes = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     process.wait(_END_S)
-    left = descendants(process.pid)
+    left = [pid for pid in processes if is_running(pid)]
     if left:
         raise RuntimeError(f"processes {left} are left")
     return samples

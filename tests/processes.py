@@ -12,6 +12,15 @@ def children_of(pid: int) -> list[int]:
     return [int(each) for each in listed.split()]
 
 
+def process_of_rank(launcher: int, rank: int) -> int:
+    """Returns the process of a rank among those that a launcher has started."""
+    for pid in children_of(launcher):
+        environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+        if f"\0RANK={rank}\0".encode() in b"\0" + environment:
+            return pid
+    raise ValueError(f"process {launcher} has started no rank {rank}")
+
+
 def is_running(pid: int) -> bool:
     """Whether a process has not ended; a zombie has."""
     try:

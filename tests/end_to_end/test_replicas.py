@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import children_of
+
 pytest.importorskip("torchft")
 
 _COMMAND = (
@@ -82,12 +84,6 @@ def _wait(running: "subprocess.Popen[str]", until: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _replicas(pid: int) -> list[int]:
-    return [
-        int(pid) for pid in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ]
-
-
 def _listens_on(pid: int) -> set[str]:
     """Returns the addresses that a process accepts connections on, as the kernel writes them."""
     links = set()
@@ -117,7 +113,7 @@ def test_replicas_come_and_go(place: pathlib.Path) -> None:
         _wait(running, lambda: _num_live(out) == 2)
         done = len(_losses(out))
         _wait(running, lambda done=done: len(_losses(out)) >= done + 10)
-        os.kill(_replicas(running.pid)[victim], signal.SIGKILL)
+        os.kill(children_of(running.pid)[victim], signal.SIGKILL)
         _wait(running, lambda: _num_live(out) == 1)
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 0, stderr
@@ -137,7 +133,7 @@ def test_replicas_that_are_asked_to_stop_save_and_go_on_from_disk(place: pathlib
     running = _start(place, *command)
     _wait(running, lambda: _num_live(out) == 2)
     loopback = "0100007F"
-    for pid in (running.pid, *_replicas(running.pid)):
+    for pid in (running.pid, *children_of(running.pid)):
         assert _listens_on(pid) == {loopback}
     running.terminate()
     stdout, stderr = running.communicate(timeout=120)

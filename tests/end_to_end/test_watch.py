@@ -12,7 +12,7 @@ import pytest
 
 from paceline.training.toml_config import encode_config
 from tests.distributed.small_runs import changed, small_run
-from tests.processes import children_of
+from tests.processes import process_of_rank
 
 
 def _start(place: pathlib.Path, out: str, **watch: object) -> "subprocess.Popen[str]":
@@ -36,14 +36,6 @@ def _start(place: pathlib.Path, out: str, **watch: object) -> "subprocess.Popen[
     raise AssertionError(process.communicate())
 
 
-def _rank(process: "subprocess.Popen[str]", rank: int) -> int:
-    for pid in children_of(process.pid):
-        environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
-        if f"\0RANK={rank}\0".encode() in b"\0" + environment:
-            return pid
-    raise AssertionError(f"no rank {rank}")
-
-
 def _events(place: pathlib.Path, out: str, name: str) -> list[str]:
     lines = (place / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = map(json.loads, lines)
@@ -54,7 +46,7 @@ def _events(place: pathlib.Path, out: str, name: str) -> list[str]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_by_the_other(tmp_path: pathlib.Path, rank: int) -> None:
     running = _start(tmp_path, "hung", step_timeout_s=4.0)
-    os.kill(_rank(running, rank), signal.SIGSTOP)
+    os.kill(process_of_rank(running.pid, rank), signal.SIGSTOP)
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 75, stderr
     expected = f"no step within 4 s: rank {rank} has not answered within 3 s: stopped, or gone"
@@ -68,7 +60,7 @@ def test_a_stopped_rank_is_named_by_the_other(tmp_path: pathlib.Path, rank: int)
 @pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_other(tmp_path: pathlib.Path) -> None:
     running = _start(tmp_path, "killed")
-    os.kill(_rank(running, 1), signal.SIGKILL)
+    os.kill(process_of_rank(running.pid, 1), signal.SIGKILL)
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 137
     (event,) = _events(tmp_path, "killed", "lost")
@@ -79,9 +71,9 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_was_stopped_for_a_while_is_named(tmp_path: pathlib.Path) -> None:
     running = _start(tmp_path, "paused")
-    os.kill(_rank(running, 1), signal.SIGSTOP)
+    os.kill(process_of_rank(running.pid, 1), signal.SIGSTOP)
     time.sleep(5)
-    os.kill(_rank(running, 1), signal.SIGCONT)
+    os.kill(process_of_rank(running.pid, 1), signal.SIGCONT)
     time.sleep(5)
     os.killpg(running.pid, signal.SIGTERM)
     running.communicate(timeout=60)

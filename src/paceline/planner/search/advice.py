@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion
-from paceline.planner.search.search import NoLayoutError, search
+from paceline.planner.search.search import find_best
 
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
@@ -88,9 +88,8 @@ def what_helps(
     """Searches again with each change; those under which no layout fits are left out."""
     changes = []
     for variation in offered:
-        try:
-            found = search(variation.question, variation.costs, top=1).best
-        except NoLayoutError:
+        found = find_best(variation.question, variation.costs)
+        if found is None:
             continue
         speedup = found.tokens_per_s / best.tokens_per_s
         more_devices = variation.question.num_devices / question.num_devices
@@ -123,11 +122,9 @@ def pareto(
     """Returns the best layout of each number of devices that has one, and whether it pays."""
     found: list[tuple[int, Choice]] = []
     for count in counts:
-        asked = dataclasses.replace(question, num_devices=count)
-        try:
-            found.append((count, search(asked, costs, top=1, peak_flops=peak_flops).best))
-        except NoLayoutError:
-            continue
+        best = find_best(dataclasses.replace(question, num_devices=count), costs, peak_flops)
+        if best is not None:
+            found.append((count, best))
     times = [1 / choice.tokens_per_s for _, choice in found]
     prices = [count * seconds for (count, _), seconds in zip(found, times, strict=True)]
     return [

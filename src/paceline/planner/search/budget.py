@@ -16,7 +16,7 @@ from paceline.planner.search.choice import Choice
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion
 from paceline.planner.search.run_estimate import RunEstimate, estimate_run
-from paceline.planner.search.search import NoLayoutError, search
+from paceline.planner.search.search import find_best
 
 _ODD = (1, 3, 5, 7)
 _MOST = 16
@@ -99,10 +99,8 @@ def plan_budget(
         )
     points = []
     for count in device_counts(least, question.devices_per_host):
-        asked = dataclasses.replace(question, num_devices=count)
-        try:
-            best = search(asked, costs, top=1, peak_flops=peak_flops).best
-        except NoLayoutError:
+        best = find_best(dataclasses.replace(question, num_devices=count), costs, peak_flops)
+        if best is None:
             continue
         run = estimate_run(
             best,

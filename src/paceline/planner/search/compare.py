@@ -4,10 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.search.candidates import candidate_chunks
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion, parse_fixed
@@ -77,19 +73,10 @@ def compare(
     fixed = dataclasses.replace(question, fixed=parse_fixed(asked))
     try:
         other = search(fixed, costs, top=1, peak_flops=peak_flops).best
-    except NoLayoutError:
+    except NoLayoutError as error:
         # Raises again where nothing divides.
         unlimited = dataclasses.replace(fixed, memory_bytes=math.inf)
         fastest = search(unlimited, costs, top=1, peak_flops=peak_flops).best
         other = dataclasses.replace(fastest, capacity_bytes=question.memory_bytes)
-        return Comparison(asked=asked, best=best, other=other, least_bytes=_least_bytes(fixed))
+        return Comparison(asked=asked, best=best, other=other, least_bytes=error.least_bytes)
     return Comparison(asked=asked, best=best, other=other)
-
-
-def _least_bytes(question: SearchQuestion) -> float:
-    """Returns what the layout that needs least memory holds."""
-    least = math.inf
-    for chunk in candidate_chunks(question):
-        workload = question.workload(chunk.micro_batch, chunk.num_micro_batches)
-        least = min(least, float(np.min(layout_memory(chunk.layouts, workload).total)))
-    return least

@@ -34,7 +34,16 @@ _TIE_DIGITS = 9
 
 
 class NoLayoutError(UsageError):
-    """No layout divides what it must, or none fits the memory of a device."""
+    """No layout divides what it must, or none fits the memory of a device.
+
+    Args:
+        message: What is missing, and what would help.
+        least_bytes: What the smallest layout holds, if there are any.
+    """
+
+    def __init__(self, message: str, least_bytes: float | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +112,16 @@ def search(
     )
 
 
+def find_best(
+    question: SearchQuestion, costs: Costs, peak_flops: float | None = None
+) -> Choice | None:
+    """Returns the fastest layout, or None where none divides or fits."""
+    try:
+        return search(question, costs, top=1, peak_flops=peak_flops).best
+    except NoLayoutError:
+        return None
+
+
 def _keep(
     kept: dict[tuple[int, ...], _Kept],
     fitting: Candidates,
@@ -161,7 +180,8 @@ def _raise_none(
     raise NoLayoutError(
         f"none of {num_candidates:,} layouts{given} fits: the smallest ({tightest}) holds "
         f"{format_binary_bytes(least_bytes)} of {format_binary_bytes(question.memory_bytes)} per "
-        f"device; {_remedy(question, more)}"
+        f"device; {_remedy(question, more)}",
+        least_bytes,
     )
 
 

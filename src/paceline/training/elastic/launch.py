@@ -10,11 +10,15 @@ import os
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.processes import STOPPED, PassedOn, die_with_parent, end_processes, exit_code_of
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseServer
 
 REPLICA = "PACELINE_REPLICA"
 """Which replica a process is."""
@@ -62,11 +66,15 @@ def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
         quorum_tick_ms=100,
         heartbeat_timeout_ms=int(config.parallel.heartbeat_timeout_s * 1000),
     )
-    address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2].rstrip('/')}"
     try:
-        return _Replicas(num_replicas, address, grace_s).run()
+        return _Replicas(num_replicas, loopback_address(lighthouse), grace_s).run()
     finally:
         lighthouse.shutdown()
+
+
+def loopback_address(lighthouse: "LighthouseServer") -> str:
+    """Returns where replicas of this host find a lighthouse, which names itself by its host."""
+    return f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2].rstrip('/')}"
 
 
 def note_first_step() -> None:
