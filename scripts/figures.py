@@ -111,6 +111,8 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "checkpoint-stall": ("checkpoint-stall", "comparison", "time"),
     "trace-scale": ("trace-scale", "trace_analysis", "time"),
     "store-latency": ("store-latency", "rendezvous", "time"),
+    "watch-overhead": ("watch-overhead", "comparison", "time"),
+    "elastic-overhead": ("elastic-overhead", "comparison", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {

@@ -83,6 +83,24 @@ ROWS = (
     ),
     Row("steps without a fault", "corruption", "no alarm", _fault("none")),
     Row(
+        "gradients or loss of a rank NaN or infinite",
+        "bad-steps",
+        "all ranks leave the batch out; losses and parameters to the bit as if it had never come",
+        _fault("NaN"),
+    ),
+    Row(
+        "a rank half as slow again",
+        "bad-steps",
+        "named within 10 steps, and no other rank",
+        _fault("slow"),
+    ),
+    Row(
+        "a rank stopped for 5 s",
+        "bad-steps",
+        "named in the first step after; trains on",
+        _fault("SIGSTOP"),
+    ),
+    Row(
         "a link down, at 50 Mbit/s, or with 2% loss",
         "chaos-links",
         f"trains on; losses to the bit; {_ONCE}",

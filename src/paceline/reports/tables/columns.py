@@ -240,6 +240,8 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _time_column("counter, a client", "counter_median_client_s"),
         _time_column("keys, all", "keys_time_s"),
         _time_column("keys, a client", "keys_median_client_s"),
+        _time_column("quorum, all", "quorum_time_s"),
+        _time_column("quorum, a client", "quorum_median_client_s"),
     ),
     ("attempt", "time"): (_number_column("time (s)", "time_s", ".1f"),),
     ("environment", "time"): (_time_column("all_reduce"),),
