@@ -56,6 +56,9 @@ def _train_until_lost(rank: int, world_size: int, config: RunConfig, *, kill: bo
     keep = RunStates.keep_in_memory
 
     def keep_and_end(states: RunStates, step: int, *rest: Any) -> None:
+        if step == LAST_IN_MEMORY:
+            # What is kept says which step is on disk; a slow disk may not have it yet.
+            states._checkpointer.wait()
         keep(states, step, *rest)
         if step == LAST_IN_MEMORY:
             states._memory._checkpointer.wait()  # type: ignore[union-attr]
