@@ -160,7 +160,6 @@ def _write_configuration(
         "MpiDefault=none",
         "SwitchType=switch/none",
         "InactiveLimit=0",
-        "KillWait=5",
         *(["GresTypes=gpu"] if gpus_per_node else []),
     ]
     for index, port in enumerate(node_ports):
