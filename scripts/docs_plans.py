@@ -1,4 +1,4 @@
-"""Tables and the picture of docs/which-layout.md, from the records of scripts/plan_search.py."""
+"""Tables and pictures of docs/which-layout.md and docs/planner-accuracy.md, from their records."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from paceline.reports.tables.planning.recorded import (
     recipes_table,
     speed_table,
 )
+from paceline.reports.tables.planning.validation import ablation_table, accuracy_table, regret_table
 from paceline.reports.tables.table import Table
 
 
@@ -24,6 +25,15 @@ def plan_tables(searches: Sequence[Record], speeds: Sequence[Record]) -> dict[st
         "plan-search-llama3": published_table(_study(searches, "Llama 3")),
         "plan-search-100000": batches_table(_study(searches, "100,000 devices")),
         "plan-search-speed": speed_table(speeds),
+    }
+
+
+def validation_tables(records: Sequence[Record]) -> dict[str, Table]:
+    """Returns the tables of held-out errors, regret and terms by name."""
+    return {
+        "planner-accuracy": accuracy_table(records),
+        "planner-regret": regret_table(records),
+        "planner-ablation": ablation_table(records),
     }
 
 

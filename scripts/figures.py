@@ -14,7 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from docs_diagrams import plot_stages
-from docs_plans import plan_front, plan_tables
+from docs_plans import plan_front, plan_tables, validation_tables
 from docs_tables import (
     data_loader_table,
     data_prepare_table,
@@ -45,6 +45,7 @@ from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.document_lengths import plot_document_lengths
 from paceline.reports.plots.planning.published_memory import plot_published_memory
+from paceline.reports.plots.planning.validation import plot_validation
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.reliability.chaos import plot_chaos
 from paceline.reports.plots.runs.losses import plot_losses
@@ -164,6 +165,7 @@ OTHER_TABLES = {
     "plan-search-speed": ("plan-search-speed",),
     "kills": ("kills", "recovery", "reliability"),
     "replicas": ("replicas",),
+    "planner-validation": ("planner-accuracy", "planner-regret", "planner-ablation"),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
 # Pictures that show how something works, from no record.
@@ -335,6 +337,7 @@ DRAWN = {
     "chaos": lambda: plot_chaos([each for each in read("chaos") if each.case["num_hosts"] == 0]),
     "plan-front": lambda: plan_front(read("plan-search")),
     "planner-memory": lambda: plot_published_memory(read("planner-memory")),
+    "planner-accuracy": lambda: plot_validation(read("planner-validation")),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
@@ -448,7 +451,8 @@ def tables() -> dict[str, str]:
     held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
     plans = plan_tables(read("plan-search"), read("plan-search-speed"))
-    several = {**profile_tables(), **goodput_tables(), **plans}
+    accuracy = validation_tables(read("planner-validation"))
+    several = {**profile_tables(), **goodput_tables(), **plans, **accuracy}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),

@@ -162,6 +162,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("study", "model", "device", "devices", "batch_tokens", "context", "rank", "layout"),
         ("calibration", "bound", "num_devices_used", "on_front", "reason"),
     ),
+    # Published step times predicted without their model: errors, intervals, regret by source.
+    "planner_validation": (("study", "source", "without"), ()),
     # How long such a search takes.
     "plan_search_speed": (("model", "devices", "batch_tokens", "context"), ("candidates",)),
     # A published run, simulated with what was not published varied.

@@ -11,6 +11,7 @@ import tyro
 from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
 from paceline.cli.plan.budget import BudgetCommand
+from paceline.cli.plan.calibrate import CalibrateRowsCommand
 from paceline.cli.plan.goodput import GoodputCommand
 from paceline.cli.plan.search import SearchCommand
 from paceline.cli.plan.step import BacktestCommand, PlanStepCommand
@@ -154,6 +155,7 @@ class PlanCommand:
         | Annotated[GoodputCommand, tyro.conf.subcommand("goodput")]
         | Annotated[SearchCommand, tyro.conf.subcommand("search")]
         | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
+        | Annotated[CalibrateRowsCommand, tyro.conf.subcommand("calibrate")]
     )
 
     def run(self) -> int:

@@ -14,9 +14,7 @@ from paceline.planner.calibrations.calibration import FrameworkCalibration, Resi
 from paceline.planner.calibrations.cases import Array, Case, group_cases
 from paceline.planner.calibrations.devices import require_device
 from paceline.planner.calibrations.fit import Fit, fit_cases, predict_groups
-from paceline.planner.calibrations.parameters import TERMS, cluster_of
-
-_MOST_FOLDS = 24
+from paceline.planner.calibrations.terms import USUAL_TERMS, terms_of
 
 
 def held_out_by(cases: Sequence[Case]) -> list[str]:
@@ -27,7 +25,7 @@ def held_out_by(cases: Sequence[Case]) -> list[str]:
 
 
 def predict_held_out(
-    cases: Sequence[Case], fit: Fit, *, terms: Sequence[str] = tuple(TERMS)
+    cases: Sequence[Case], fit: Fit, *, terms: Sequence[str] = USUAL_TERMS
 ) -> Array:
     """Returns the seconds of every case as predicted without its model; nan with one fold only."""
     folds = held_out_by(cases)
@@ -43,11 +41,12 @@ def predict_held_out(
 
 
 def build_calibrations(
-    cases: Sequence[Case], *, name: str | None = None, terms: Sequence[str] = tuple(TERMS)
+    cases: Sequence[Case], *, name: str | None = None
 ) -> list[FrameworkCalibration]:
-    """Fits the rows of one framework; returns a calibration for each of its devices and dtypes."""
+    """Fits the rows of one pool; returns a calibration for each of its devices and dtypes."""
     if not cases:
         raise UsageError("no row can be predicted: give model, devices, batch, layout and time")
+    terms = terms_of(cases[0].pool)
     fit = fit_cases(cases, terms=terms)
     return calibrations_of(cases, fit, predict_held_out(cases, fit, terms=terms), name=name)
 
@@ -69,19 +68,20 @@ def calibrations_of(
         if np.isfinite(ratio)
     ]
     made = []
-    for variant in sorted({case.variant for case in cases}):
+    # A way of running that is not the usual one helps to fit the others, and is no calibration.
+    for variant in sorted({case.variant for case in cases if not case.variant.variation}):
         own = [case for case in cases if case.variant == variant]
         ids = {case.run.id for case in own}
         of_variant = [each for each in residuals if each.row in ids]
-        device, dtype = variant
-        prefix = name or own[0].family
+        device, dtype = variant.device, variant.dtype
+        prefix = name or own[0].family + ("-experts" if own[0].experts else "")
         made.append(
             FrameworkCalibration(
                 name=f"{prefix}-{device}-{dtype}",
                 framework=own[0].family,
                 device=device,
                 precision=dtype,
-                cluster=cluster_of(fit.constants(variant), require_device(device), dtype),
+                cluster=fit.cluster(variant),
                 hidden=fit.values["hidden"],
                 rows=tuple(sorted(ids)),
                 residuals=tuple(of_variant if len(of_variant) >= 10 else residuals),

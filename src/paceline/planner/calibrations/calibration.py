@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.conventions import Conventions, conventions, training_precision
 from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.layouts import AttentionKernel, Layouts, Workload
+from paceline.planner.cost.layouts import Layouts, Workload
 
 COVERAGE = 0.9
 WIDENING_PER_DOUBLING = 0.5
@@ -63,26 +63,6 @@ class FrameworkCalibration:
         return conventions(self.framework)
 
     @property
-    def attention(self) -> AttentionKernel:
-        """Which attention the framework runs."""
-        return conventions(self.framework).attention
-
-    @property
-    def dropout(self) -> bool:
-        """Whether its runs had dropout."""
-        return conventions(self.framework).dropout
-
-    @property
-    def shards_context(self) -> bool:
-        """Whether ZeRO divides states over context ranks as well."""
-        return conventions(self.framework).shards_context
-
-    @property
-    def reduces_every_pass(self) -> bool:
-        """Whether gradients are averaged after every micro-batch."""
-        return conventions(self.framework).reduces_every_pass
-
-    @property
     def training_precision(self) -> Precision:
         """Dtypes of parameters, gradients and optimizer."""
         return training_precision(self.framework, self.precision)
@@ -117,20 +97,29 @@ class FrameworkCalibration:
             beyond = np.maximum(np.log2(value / high), np.log2(low / value))
             yield name, np.maximum(beyond, 0.0)
 
+    def half_width(self) -> float:
+        """Returns the logarithm of the interval's factor inside of what was seen, all regimes."""
+        return half_width(np.array([abs(each.log_ratio) for each in self.residuals]))
+
     def _half_width(self, one_host: bool) -> float:
         ratios = [abs(each.log_ratio) for each in self.residuals if each.one_host == one_host]
         if len(ratios) < _ENOUGH:
-            ratios = [abs(each.log_ratio) for each in self.residuals]
+            return self.half_width()
         return half_width(np.array(ratios))
 
 
 def half_width(ratios: npt.NDArray[np.float64]) -> float:
-    """Returns the split-conformal quantile of absolute residuals: the ceil(0.9 (n + 1))-th."""
+    """Returns the split-conformal quantile of absolute residuals: the ceil(0.9 (n + 1))-th.
+
+    Fewer than nine residuals have none so far out: then it is the largest, times that place over n.
+    """
     if not len(ratios):
         return float(np.log(2))
     place = int(np.ceil(COVERAGE * (len(ratios) + 1)))
     ordered = np.sort(ratios)
-    return float(ordered[min(place, len(ordered)) - 1])
+    if place > len(ordered):
+        return float(ordered[-1]) * place / len(ordered)
+    return float(ordered[place - 1])
 
 
 def features(layouts: Layouts, workload: Workload) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 A row can be predicted if it says what ran and how long a step took: the model's dimensions,
 devices, batch, layout. What a source leaves out is filled in from the framework's conventions, and
-an unstated micro-batch by one sequence; a row that contradicts itself is not predicted.
+an unstated micro-batch by what the framework does then; a row whose axes do not
+multiply to its devices, or whose batch does not divide, is not predicted.
 """
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,19 @@ from paceline.planner.published.run import PublishedRun
 Array = npt.NDArray[np.float64]
 
 
+_FITTED_BY_DEVICE = ("nemo", "llm-foundry", "paxml")
+"""Frameworks with rows enough to fit each device by itself; others share what they can."""
+
+
+class Variant(NamedTuple):
+    """What has a matmul rate of its own."""
+
+    device: str
+    dtype: str
+    variation: str = ""
+    """A way of running that is not the framework's usual one, such as eager."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One row that can be predicted."""
@@ -47,19 +61,37 @@ class Case:
     @property
     def family(self) -> str:
         """The framework, all its versions together."""
-        return family(self.run.framework)
+        return family(self.run.framework, one_host=(self.run.devices or 1) <= 8)
 
     @property
-    def variant(self) -> tuple[str, str]:
-        """Device and dtype: what has a matmul rate of its own within a family."""
-        return (self.device, self.dtype)
+    def pool(self) -> str:
+        """Name of the rows that are fitted together: of a framework, on like devices."""
+        if self.experts is not None:
+            return f"{self.family}-experts"
+        if self.family not in _FITTED_BY_DEVICE:
+            return self.family
+        if self.device.startswith(("b2", "b3", "gb")):
+            return f"{self.family}-blackwell"
+        by_dtype = f"-{self.dtype}" if self.family == "nemo" else ""
+        return f"{self.family}-{self.device}{by_dtype}"
+
+    @property
+    def variant(self) -> Variant:
+        """Device, dtype and way of running: what has a matmul rate of its own within a family."""
+        return Variant(self.device, self.dtype, variation(self.run))
+
+    @property
+    def overlaps_tensor(self) -> bool:
+        """Whether matmuls hide the collectives of tensor parallelism (async TP)."""
+        return self.run.overlap == "async TP"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseGroup:
     """Cases of one device, dtype and kind of block, which are predicted at once."""
 
-    variant: tuple[str, str]
+    variant: Variant
+    overlaps_tensor: bool
     layouts: Layouts
     workload: Workload
     index: npt.NDArray[np.int64]
@@ -68,7 +100,7 @@ class CaseGroup:
 
 def predictable(runs: Iterable[PublishedRun]) -> list[Case]:
     """Returns the rows that can be predicted."""
-    cases = (_case(run) for run in runs if not run.marks)
+    cases = (_case(run) for run in runs)
     return [case for case in cases if case is not None]
 
 
@@ -77,7 +109,10 @@ def group_cases(cases: list[Case]) -> list[CaseGroup]:
     keys: dict[Any, list[int]] = {}
     for number, case in enumerate(cases):
         precision = training_precision(case.run.framework, case.dtype)
-        key = (case.family, formula_of(case.shape), case.experts, case.variant, precision)
+        key = (
+            *(case.family, formula_of(case.shape), case.experts, case.variant),
+            *(precision, case.overlaps_tensor),
+        )
         keys.setdefault(key, []).append(number)
     return [_group([cases[number] for number in index], index) for index in keys.values()]
 
@@ -88,7 +123,7 @@ def _case(run: PublishedRun) -> Case | None:
         return None
     if run.context_length is None or run.global_batch is None:
         return None
-    micro_batch = 1 if run.micro_batch is None else run.micro_batch
+    micro_batch = run.micro_batch or conventions(run.framework).usual_micro_batch(run)
     passes, left_over = divmod(run.global_batch, micro_batch * run.data)
     if left_over or not passes:
         return None
@@ -102,6 +137,13 @@ def _case(run: PublishedRun) -> Case | None:
         micro_batch=micro_batch,
         num_micro_batches=passes,
     )
+
+
+def variation(run: PublishedRun) -> str:
+    """Returns what sets a run apart from its framework's usual way to run; mostly nothing."""
+    if "rowwise" in run.precision:
+        return "rowwise scaling"
+    return "eager" if run.note == "eager" else ""
 
 
 def checkpointing(run: PublishedRun) -> int:
@@ -146,7 +188,14 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
         dropout=common.dropout,
         reduces_every_pass=common.reduces_every_pass,
         framework_memory=find_framework_memory(first.family, first.dtype),
+        fused_loss=common.fused_loss,
+        repeated_matmuls=common.repeated_matmuls,
+        experts=first.experts,
     )
     return CaseGroup(
-        variant=first.variant, layouts=layouts, workload=workload, index=numbers(*index)
+        variant=first.variant,
+        overlaps_tensor=first.overlaps_tensor,
+        layouts=layouts,
+        workload=workload,
+        index=numbers(*index),
     )

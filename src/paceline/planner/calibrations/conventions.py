@@ -8,6 +8,7 @@ import dataclasses
 
 from paceline.core.specs import Precision
 from paceline.planner.cost.layouts import AttentionKernel
+from paceline.planner.published.run import PublishedRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,10 +20,21 @@ class Conventions:
     shards_context: bool = True
     """Whether ZeRO divides states over context ranks as well."""
     reduces_every_pass: bool = False
+    fused_loss: bool = False
+    repeated_matmuls: float = 0.0
+    """Share of matmuls that its selective recomputation repeats."""
     reduction: str = "bfloat16"
     """dtype of gradients on the wire, for 16-bit training."""
     recompute: str = "none"
     """Where a row does not say."""
+    as_many_passes_as_stages: bool = False
+    """Whether a batch without a micro-batch size is split by the number of pipeline stages."""
+
+    def usual_micro_batch(self, run: PublishedRun) -> int:
+        """Returns the micro-batch of a run that does not state any."""
+        if self.as_many_passes_as_stages and run.global_batch and run.data:
+            return max(run.global_batch // (run.data * run.pipeline), 1)
+        return 1
 
 
 _FAMILIES = {
@@ -39,6 +51,7 @@ _FAMILIES = {
     "fms-fsdp (PyTorch FSDP, compile)": "fms-fsdp",
 }
 _CONVENTIONS = {
+    "vtrain-host": Conventions(attention="naive", dropout=True, reduction="float16"),
     "vtrain": Conventions(attention="naive", dropout=True, reduction="float16"),
     "bloom": Conventions(attention="naive", reduction="float16"),
     "megatron-2020": Conventions(
@@ -46,8 +59,11 @@ _CONVENTIONS = {
     ),
     "megatron-2021": Conventions(attention="naive", dropout=True, reduction="float16"),
     "megatron-2022": Conventions(attention="naive", dropout=True, reduction="float16"),
-    "llm-foundry": Conventions(reduces_every_pass=True),
-    "torchtitan": Conventions(reduction="float32"),
+    "llm-foundry": Conventions(reduces_every_pass=True, fused_loss=True),
+    "maxtext": Conventions(recompute="full"),
+    "torchtitan": Conventions(
+        reduction="float32", as_many_passes_as_stages=True, fused_loss=True, repeated_matmuls=0.5
+    ),
 }
 _DEVICES = {
     "h100-sxm-80gb": "h100-sxm",
@@ -59,8 +75,13 @@ _DEVICES = {
 _COMPUTE = {"fp16": "float16", "nvfp4": "float4"}
 
 
-def family(framework: str) -> str:
-    """Returns the name under which versions of a framework are calibrated together."""
+def family(framework: str, *, one_host: bool = False) -> str:
+    """Returns the name under which versions of a framework are calibrated together.
+
+    vTrain's runs on one host and on a cluster are two campaigns, with other models and sequences.
+    """
+    if one_host and framework == "Megatron-DeepSpeed (vTrain)":
+        return "vtrain-host"
     if framework.startswith("Megatron-Bridge"):
         return "megatron-bridge"
     return _FAMILIES.get(framework, framework.lower())

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.planner.calibrations.cases import Array, Case, CaseGroup, group_cases
+from paceline.planner.calibrations.cases import Array, Case, CaseGroup, Variant, group_cases
 from paceline.planner.calibrations.devices import require_device
 from paceline.planner.calibrations.parameters import ALWAYS, PRIORS, TERMS, cluster_of
+from paceline.planner.calibrations.terms import USUAL_TERMS
 from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.measured_cells import MeasuredCells, cell_of
 from paceline.planner.cost.step_time import step_time
 
 NOISE = 0.03
 """Spread of repeated measurements that the fit assumes, in logarithms of seconds."""
 VARIANT_DEVIATION = 0.3
 """Prior of the logarithm by which a device or dtype differs from its framework's matmul share."""
-Variant = tuple[str, str]
+_SLOW_LATENCY_S = 5e-3
+_EVALUATIONS = 36
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Fit:
     values: Mapping[str, float]
     offsets: Mapping[Variant, float]
     """Logarithm of the matmul share of a device and dtype, less the shared one."""
+    cells: MeasuredCells | None = None
 
     def constants(self, variant: Variant) -> dict[str, float]:
         """Returns the constants on one device with one dtype."""
@@ -40,27 +44,27 @@ class Fit:
         values["matmul_share"] = min(share, 1.0)
         return values
 
-    def cluster(self, variant: Variant) -> Cluster:
+    def cluster(self, variant: Variant, *, overlaps_tensor: bool = False) -> Cluster:
         """Returns the cluster of one device and dtype."""
-        return cluster_of(self.constants(variant), require_device(variant[0]), variant[1])
+        values = self.constants(variant)
+        if overlaps_tensor:
+            values["inner_share"] = values["inner_share"] * values["async_share"]
+        device = require_device(variant.device)
+        return cluster_of(values, device, variant.dtype, cells=self.cells)
 
 
 def predict_groups(groups: Sequence[CaseGroup], fit: Fit, size: int) -> Array:
     """Returns the seconds of every case, in the order of the list that was grouped."""
     seconds = np.empty(size)
-    clusters: dict[Variant, Cluster] = {}
     for group in groups:
-        if group.variant not in clusters:
-            clusters[group.variant] = fit.cluster(group.variant)
-        steps = step_time(
-            group.layouts, group.workload, clusters[group.variant], hidden=fit.values["hidden"]
-        )
+        cluster = fit.cluster(group.variant, overlaps_tensor=group.overlaps_tensor)
+        steps = step_time(group.layouts, group.workload, cluster, hidden=fit.values["hidden"])
         seconds[group.index] = steps.total_s
     return seconds
 
 
 def fit_cases(
-    cases: Sequence[Case], *, terms: Sequence[str] = tuple(TERMS), start: Fit | None = None
+    cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS, start: Fit | None = None
 ) -> Fit:
     """Fits the constants of the given terms to cases of one framework."""
     from scipy.optimize import least_squares
@@ -69,7 +73,9 @@ def fit_cases(
     groups = group_cases(cases)
     measured = np.log([case.step_s for case in cases])
     variants = sorted({case.variant for case in cases})
-    names = [*ALWAYS, *(name for term in terms for name in TERMS[term])]
+    names = [*ALWAYS, *(name for term in terms for name in TERMS.get(term, ()))]
+    if any(case.overlaps_tensor for case in cases):
+        names.append("async_share")
     priors = [PRIORS[name] for name in names]
     mean = np.array([*(np.log(prior.mean) for prior in priors), *(0.0 for _ in variants)])
     deviation = np.array(
@@ -99,17 +105,34 @@ def fit_cases(
 
     first = mean.copy()
     if start is not None:
-        known = [np.log(start.values[name]) for name in names]
+        known = [np.log(start.values.get(name, PRIORS[name].mean)) for name in names]
         first = np.array([*known, *(start.offsets.get(each, 0.0) for each in variants)])
-    first = np.clip(first, lower + 1e-9, upper - 1e-9)
-    found = least_squares(
-        residuals,
-        first[free],
-        bounds=(lower[free], upper[free]),
-        x_scale=deviation[free],
-        diff_step=1e-4,
-        ftol=1e-5,
-        xtol=1e-5,
-        max_nfev=40 if start is None else 12,
-    )
-    return unpack(found.x)
+    starts = [first]
+    if start is None and "outer_latency_s" in names:
+        # Rings over many hosts can be all latency, which no gradient at the usual one shows.
+        slow = first.copy()
+        slow[names.index("outer_latency_s")] = np.log(_SLOW_LATENCY_S)
+        starts.append(slow)
+    found = [
+        least_squares(
+            residuals,
+            np.clip(each, lower + 1e-9, upper - 1e-9)[free],
+            bounds=(lower[free], upper[free]),
+            x_scale=deviation[free],
+            diff_step=1e-4,
+            ftol=1e-5,
+            xtol=1e-5,
+            max_nfev=_EVALUATIONS if start is None else _EVALUATIONS // 3,
+        )
+        for each in starts
+    ]
+    fit = unpack(min(found, key=lambda each: each.cost).x)
+    if "cells" not in terms:
+        return fit
+    ratios = measured - np.log(predict_groups(groups, fit, len(cases)))
+    cells = np.empty(len(cases), dtype=np.int64)
+    for group in groups:
+        tokens = group.workload.tokens / group.layouts.context
+        width = group.workload.shape.d_model
+        cells[group.index] = cell_of(tokens, width, group.layouts.tensor)
+    return dataclasses.replace(fit, cells=MeasuredCells.of(cells, ratios))

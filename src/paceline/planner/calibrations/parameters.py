@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from paceline.planner.calibrations.devices import DeviceFigures
 from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.measured_cells import MeasuredCells
 from paceline.planner.cost.topology import Tier, Tiers
 
 
@@ -32,15 +33,16 @@ PRIORS: dict[str, Prior] = {
     "outer_share": Prior(0.6, 0.7, 1.2),
     "hidden": Prior(0.8, 0.5, 1.0),
     "attention_share": Prior(0.35, 0.6, 1.0),
-    "dispatch_s": Prior(1e-5, 1.0, 2e-4),
+    "dispatch_s": Prior(4e-5, 1.0, 3e-4),
     "matmul_tokens": Prior(100.0, 1.0, 4e3),
-    "matmul_width": Prior(60.0, 1.0, 4e3),
+    "matmul_width": Prior(200.0, 1.0, 4e3),
     "misaligned": Prior(0.05, 1.0, 1.0),
     "exposed_share": Prior(0.1, 1.0, 1.0),
     "contention": Prior(0.03, 1.0, 1.0),
-    "outer_latency_s": Prior(1.5e-5, 1.0, 1e-1),
+    "outer_latency_s": Prior(1.5e-5, 2.0, 1e-1),
     "inner_latency_s": Prior(6e-6, 1.0, 1e-3),
     "step_s": Prior(0.01, 1.0, 10.0),
+    "async_share": Prior(0.9, 0.5, 3.0),
 }
 """Constants in the order in which they are fitted; shares are of what the vendor states."""
 ALWAYS = ("matmul_share", "memory_share", "inner_share", "outer_share", "hidden")
@@ -52,12 +54,19 @@ TERMS: dict[str, tuple[str, ...]] = {
     "exposed": ("exposed_share", "contention"),
     "latency": ("inner_latency_s", "outer_latency_s"),
     "step": ("step_s",),
+    "cells": (),
 }
 """Terms that can be left out, and the constants that they need."""
 _INNER_LATENCY_S, _OUTER_LATENCY_S = 6e-6, 1.5e-5
 
 
-def cluster_of(values: Mapping[str, float], device: DeviceFigures, dtype: str) -> Cluster:
+def cluster_of(
+    values: Mapping[str, float],
+    device: DeviceFigures,
+    dtype: str,
+    *,
+    cells: MeasuredCells | None = None,
+) -> Cluster:
     """Returns the cluster that constants describe on a device; what is not given is off."""
     half = device.half_flops_per_s
     tiers = Tiers(
@@ -77,12 +86,18 @@ def cluster_of(values: Mapping[str, float], device: DeviceFigures, dtype: str) -
         )
     )
     attention = values.get("attention_share")
-    named = ("dispatch_s", "matmul_tokens", "matmul_width", "misaligned", "exposed_share")
+    # Operands are read, cast and written at the same pace whatever the dtype of the matmul, so that
+    # a rate twice as high needs twice the size to be reached.
+    faster = device.peak(dtype) / half
+    named = ("dispatch_s", "misaligned", "exposed_share", "contention", "step_s")
     return Cluster(
         flops_per_s=values["matmul_share"] * device.peak(dtype),
         memory_bytes_per_s=values["memory_share"] * device.memory_bytes_per_s,
         tiers=tiers,
         # Attention is computed in 16 bits, whatever the matrices are.
         attention_flops_per_s=None if attention is None else attention * half,
-        **{name: values.get(name, 0.0) for name in (*named, "contention", "step_s")},
+        matmul_tokens=faster * values.get("matmul_tokens", 0.0),
+        matmul_width=faster * values.get("matmul_width", 0.0),
+        cells=cells,
+        **{name: values.get(name, 0.0) for name in named},
     )

@@ -15,6 +15,7 @@ from paceline.planner.calibrations.calibration import FrameworkCalibration, Resi
 from paceline.planner.calibrations.conventions import device_name
 from paceline.planner.calibrations.devices import require_device
 from paceline.planner.calibrations.parameters import cluster_of
+from paceline.planner.cost.measured_cells import MeasuredCells
 
 _DATA = pathlib.Path(__file__).parent / "data" / "calibrations.jsonl"
 
@@ -28,6 +29,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rows: list[str]
     residuals: list[tuple[str, str, bool, float]]
     seen: dict[str, tuple[float, float]]
+    cells: list[tuple[int, float]] | None = None
 
 
 @functools.cache
@@ -96,7 +98,9 @@ def _load(stored: _Stored) -> FrameworkCalibration:
         framework=stored.framework,
         device=stored.device,
         precision=stored.precision,
-        cluster=cluster_of(stored.constants, require_device(stored.device), stored.precision),
+        cluster=cluster_of(
+            stored.constants, require_device(stored.device), stored.precision, cells=_cells(stored)
+        ),
         hidden=stored.constants["hidden"],
         rows=tuple(stored.rows),
         residuals=tuple(
@@ -108,7 +112,12 @@ def _load(stored: _Stored) -> FrameworkCalibration:
     )
 
 
+def _cells(stored: _Stored) -> MeasuredCells | None:
+    return None if stored.cells is None else MeasuredCells(entries=tuple(stored.cells))
+
+
 def _dump(calibration: FrameworkCalibration) -> _Stored:
+    cells = calibration.cluster.cells
     return _Stored(
         name=calibration.name,
         framework=calibration.framework,
@@ -120,4 +129,5 @@ def _dump(calibration: FrameworkCalibration) -> _Stored:
             (each.row, each.model, each.one_host, each.log_ratio) for each in calibration.residuals
         ],
         seen=dict(calibration.seen),
+        cells=None if cells is None else list(cells.entries),
     )

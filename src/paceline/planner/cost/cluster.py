@@ -8,6 +8,7 @@ one belongs to a term that is off by default, and that a calibration turns on
 import dataclasses
 
 from paceline.core.errors import UsageError
+from paceline.planner.cost.measured_cells import MeasuredCells
 from paceline.planner.cost.topology import Tiers
 
 
@@ -38,6 +39,8 @@ class Cluster:
     """Share by which data-parallel traffic slows down each time the number of hosts doubles."""
     step_s: float = 0.0
     """Of a step, whatever its work: data, logging, the launches of the optimizer."""
+    cells: MeasuredCells | None = None
+    """What measured runs of the same sizes took beyond the formulas."""
 
     def __post_init__(self) -> None:
         for field in ("flops_per_s", "memory_bytes_per_s", "attention_flops_per_s"):

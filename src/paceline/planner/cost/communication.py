@@ -11,6 +11,9 @@ ranks, c context ranks, and for a device that holds N / (t p) parameters before 
     pipeline    e q h / (c t) bytes to the next stage and back for each of v parts; without sequence
                 parallelism every tensor rank sends its part and the whole is gathered on arrival
                 (Narayanan et al. 2021)
+    experts     two all-to-alls forward, two backward and two more where forward is recomputed, of
+                e q h k / (c t) bytes for k experts per token; of x expert ranks of which i share a
+                host, (i - 1) / x of them stay inside and (x - i) / x leave it
     gradients   a reduce-scatter over the shards, then an all-reduce of what a shard owns over
                 context ranks and replicas; without sharding the whole over all of them
     parameters  an all-gather over the shards after the update (ZeRO-1 and 2), or before every
@@ -25,6 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from paceline.accounting.communication.collectives import Numbers
+from paceline.accounting.communication.overlap import least_exposed_s
+from paceline.accounting.explanation import Quantity, first_number
+from paceline.core.units import format_seconds
+from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
 from paceline.planner.cost.topology import Span, Tiers, collective_time_s, send_time_s
 
@@ -90,8 +99,20 @@ def pipeline_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> A
     return np.where(layouts.pipeline > 1, 2 * layouts.pipeline_interleave * one_way, 0.0)
 
 
+def all_to_all_time_s(layouts: Layouts, workload: Workload, experts: Experts, tiers: Tiers) -> Any:
+    """Returns the seconds per layer and pass in which tokens travel to their experts and back."""
+    ranks = np.asarray(layouts.expert)
+    inside = tiers.span(ranks).blocks[0]
+    sent = workload.compute_bytes * workload.tokens / layouts.context / layouts.tensor
+    sent = sent * workload.shape.d_model * experts.experts_per_token
+    inner, outer = tiers.tiers[0], tiers.tiers[-1]
+    seconds = sent * ((inside - 1) / inner.bytes_per_s + (ranks - inside) / outer.bytes_per_s)
+    latency = (inside - 1) * inner.latency_s + (ranks - inside) * outer.latency_s
+    return 2 * _passes(layouts) * (seconds / ranks + latency)
+
+
 def gradient_time_s(
-    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: float
+    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
 ) -> Any:
     """Returns the seconds in which all gradients of a device are averaged once."""
     size = workload.reduction_bytes * num_parameters / layouts.model_devices
@@ -107,7 +128,7 @@ def gradient_time_s(
 
 
 def gather_time_s(
-    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: float
+    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
 ) -> Any:
     """Returns the seconds in which a device gathers its parameters once; 0 where none are away.
 
@@ -121,6 +142,60 @@ def gather_time_s(
     size = element_bytes * num_parameters / layouts.model_devices
     gathered = collective_time_s("all_gather", spans.shard, size)
     return np.where(layouts.stage > 0, gathered, 0.0)
+
+
+def exposed_data(
+    layouts: Layouts,
+    workload: Workload,
+    spans: MeshSpans,
+    pass_s: Any,
+    num_parameters: Any,
+    hidden: Numbers,
+    cluster: Cluster,
+) -> Quantity:
+    """Returns the exposed communication of averaging gradients and gathering parameters.
+
+    ZeRO-3 gathers in every forward and every backward; ZeRO-1 and 2 gather once, beside the first
+    forward. Gradients are averaged beside the backward of the last pass, or of every pass.
+    """
+    full = layouts.checkpointing == CHECKPOINTING["full"]
+    # Backward takes twice as long as forward, and as long as it once more to recompute it.
+    forward = np.asarray(hidden) * pass_s * np.where(full, 1 / 4, 1 / 3)
+    backward = np.asarray(hidden) * pass_s - forward
+    slower = data_slowdown(layouts, cluster)
+    gradients = gradient_time_s(layouts, workload, spans, num_parameters) * slower
+    gathered = gather_time_s(layouts, workload, spans, num_parameters) * slower
+    every_pass = layouts.stage == 3
+    passes = np.asarray(workload.num_micro_batches)
+    in_backward = np.where(every_pass, gathered, 0.0)
+    in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
+
+    def exposed(communication: Any, beside: Any) -> Any:
+        never = cluster.exposed_share * communication
+        return never + least_exposed_s(communication - never, beside)
+
+    total = (
+        exposed(gathered, forward) * np.where(every_pass, passes, 1)
+        + exposed(in_other_backwards, backward) * (passes - 1)
+        + exposed(in_backward + gradients, backward)
+    )
+    return Quantity(
+        total,
+        "what passes do not hide of averaging gradients and gathering parameters",
+        lambda _: (
+            f"{format_seconds(first_number(gradients))} for all gradients, "
+            f"{format_seconds(first_number(gathered))} for all parameters, each time"
+        ),
+    )
+
+
+def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
+    """Returns by how much data-parallel traffic is slower for the number of hosts that share it."""
+    inside = cluster.tiers.tiers[0].num_devices
+    if not cluster.contention or inside is None:
+        return 1.0
+    devices = layouts.stride("pipeline")
+    return 1 + cluster.contention * np.log2(np.maximum(devices / inside, 1))
 
 
 def _stream_bytes(layouts: Layouts, workload: Workload) -> Any:

@@ -1,11 +1,13 @@
-"""A mixture of experts: what its layers compute, hold and send beside those of a dense model.
+"""A mixture of experts: what its layers hold and send beside those of a dense model.
 
 A router sends each token to k of E experts, each a feed-forward layer of width f, beside a shared
-one that all tokens go through. Matmuls are those of the active parameters; states are those of all
-of them, divided over the expert axis.
+one that all tokens go through. A device multiplies with the active parameters, so that the shape
+of such a model has the width of what is active as its `d_ff`; states are those of all E experts,
+divided over the expert axis. `paceline.planner.cost.communication` has what they send.
 """
 
 import dataclasses
+from typing import Any
 
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
@@ -33,15 +35,16 @@ class Experts:
                 "experts; it must be from 1 to all of them"
             )
 
-    def layer_parameters(self, shape: ModelShape) -> float:
-        """Returns the expert weights of a block, averaged over all blocks of the model."""
-        matrices = 3 if shape.feed_forward == "swiglu" else 2
-        share = 1 - self.num_dense_layers / shape.num_layers
-        return matrices * shape.d_model * self.width * self.num_experts * share
-
-    def active_parameters(self, shape: ModelShape) -> float:
-        """Returns the feed-forward weights that a token meets in a block, on average."""
-        matrices = 3 if shape.feed_forward == "swiglu" else 2
-        dense = self.num_dense_layers / shape.num_layers
+    def active_width(self, dense_width: int, num_layers: int) -> int:
+        """Returns the width of what a token goes through in a block, on average."""
+        dense = self.num_dense_layers / num_layers
         active = self.width * self.experts_per_token + self.shared_width
-        return matrices * shape.d_model * (active * (1 - dense) + shape.d_ff * dense)
+        return round(active * (1 - dense) + dense_width * dense)
+
+
+def inactive_parameters(experts: Experts, shape: ModelShape) -> Any:
+    """Returns the weights of all experts that a token does not meet, all layers together."""
+    matrices = 3 if shape.feed_forward == "swiglu" else 2
+    idle = experts.num_experts - experts.experts_per_token
+    layers = shape.num_layers - experts.num_dense_layers
+    return matrices * shape.d_model * experts.width * idle * layers

@@ -16,6 +16,7 @@ from paceline.accounting.communication.collectives import Numbers
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
+from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
 
 Integers = npt.NDArray[np.int64]
@@ -104,8 +105,14 @@ class Workload:
     """naive writes its scores to memory and computes all of them; flash does neither."""
     dropout: bool = False
     """Whether attention's probabilities and both residual branches are thinned out."""
+    repeated_matmuls: float = 0.0
+    """Share of matmuls that selective recomputation repeats; every other one in torchtitan."""
+    fused_loss: bool = False
+    """Whether one kernel reads logits and writes their gradient, without a copy in float32."""
     reduces_every_pass: bool = False
     """Whether gradients are averaged after each micro-batch instead of once in a step."""
+    experts: Experts | None = None
+    """Experts of every block; the shape's `d_ff` is then the width that is active."""
     bucket_copies: bool = False
     """Whether buckets hold gradients a second time, instead of being where gradients lie."""
     framework_memory: FrameworkMemory = PLAIN
@@ -115,6 +122,13 @@ class Workload:
         for field in ("context_length", "micro_batch", "num_micro_batches"):
             if np.min(getattr(self, field)) < 1:
                 raise UsageError(f"Workload.{field} must be at least 1 everywhere")
+
+    def forwards(self, layouts: Layouts) -> Any:
+        """Returns how often a block's matrices go forward in a pass: 1, 2 if all is recomputed."""
+        selective = np.where(
+            layouts.checkpointing == CHECKPOINTING["selective"], 1 + self.repeated_matmuls, 1
+        )
+        return np.where(layouts.checkpointing == CHECKPOINTING["full"], 2, selective)
 
     @property
     def tokens(self) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.planner.cost.layouts import Layouts, Workload
 
 _TILE = 128
 
@@ -52,7 +52,7 @@ def small_matmul_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -
     lost: Any = 0.0
     for matrix in block_matrices(layouts, workload):
         lost = lost + matrix.number * _lost_flops(tokens, matrix, cluster)
-    return lost * np.where(layouts.checkpointing == CHECKPOINTING["full"], 4, 3)
+    return lost * (2 + workload.forwards(layouts))
 
 
 def small_head_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:

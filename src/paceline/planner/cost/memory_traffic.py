@@ -42,6 +42,10 @@ _LOSS_TOUCHES = 10
 """Maximum, difference (2), exponential (2), sum, quotient (2), gradient (2)."""
 
 
+_FUSED_LOSS_TOUCHES = 3
+"""Logits written by the output layer are read twice, and overwritten by their gradient."""
+
+
 class Elementwise(NamedTuple):
     """One kind of kernel: bytes read and written per token and layer, and how they are divided."""
 
@@ -60,7 +64,7 @@ def elementwise_bytes(layouts: Layouts, workload: Workload) -> Any:
     total: Any = 0.0
     for operation in elementwise_operations(workload):
         split = layouts.stream_split if operation.division == "stream" else layouts.tensor
-        again = layouts.checkpointing == CHECKPOINTING["full"]
+        again = workload.forwards(layouts) > 1
         if operation.of_scores:
             again = layouts.checkpointing != CHECKPOINTING["none"]
         moved = operation.backward_bytes + operation.forward_bytes * np.where(again, 2, 1)
@@ -70,6 +74,9 @@ def elementwise_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 def loss_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns what the loss moves per token, its vocabulary divided over the tensor ranks."""
+    if workload.fused_loss:
+        fused = _FUSED_LOSS_TOUCHES * workload.compute_bytes
+        return fused * workload.shape.vocab_size / layouts.tensor
     conversions = 2 * (workload.compute_bytes + _FLOAT32_BYTES)
     touched = _LOSS_TOUCHES * _FLOAT32_BYTES + conversions
     return touched * workload.shape.vocab_size / layouts.tensor

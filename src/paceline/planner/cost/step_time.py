@@ -35,20 +35,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.accounting.communication.collectives import Numbers
-from paceline.accounting.communication.overlap import least_exposed_s
-from paceline.accounting.explanation import Quantity, first_number
+from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal, format_seconds
 from paceline.planner.cost.cluster import Cluster as Cluster
 from paceline.planner.cost.communication import (
     MeshSpans,
+    all_to_all_time_s,
     context_time_s,
-    gather_time_s,
-    gradient_time_s,
+    exposed_data,
     pipeline_time_s,
     tensor_time_s,
 )
+from paceline.planner.cost.experts import inactive_parameters
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 from paceline.planner.cost.matmuls import small_head_flops, small_matmul_flops
 from paceline.planner.cost.memory_traffic import (
@@ -76,6 +76,8 @@ class StepTime:
     optimizer_s: Any
     fixed_s: Any
     """What a step takes whatever its work."""
+    measured_s: Any
+    """What measured runs of the same sizes took beyond the formulas; negative if less."""
 
     @property
     def total_s(self) -> Any:
@@ -97,7 +99,10 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
     shape = workload.shape
     counted = count_parameters(shape)
     tokens = workload.tokens / layouts.context / layouts.tensor
-    weights = (counted.attention + counted.feed_forward) / shape.num_layers
+    attention = counted.attention / shape.num_layers
+    if workload.experts is not None and workload.experts.attention_parameters is not None:
+        attention = workload.experts.attention_parameters
+    weights = attention + counted.feed_forward / shape.num_layers
     full = layouts.checkpointing == CHECKPOINTING["full"]
     if workload.attention == "flash":
         keys_per_query, times = (workload.context_length + 1) / 2, np.where(full, 4.5, 3.5)
@@ -105,7 +110,7 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
         keys_per_query = workload.context_length
         times = np.where(layouts.checkpointing == CHECKPOINTING["none"], 3, 4)
     return FlopsPerPass(
-        layer_matrices=2 * weights * tokens * np.where(full, 4, 3),
+        layer_matrices=2 * weights * tokens * (2 + workload.forwards(layouts)),
         layer_attention=4 * shape.attention_width * keys_per_query * tokens * times,
         head=6 * shape.vocab_size * shape.d_model * tokens,
     )
@@ -136,7 +141,7 @@ def step_quantities(
     shape = workload.shape
     spans = MeshSpans.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
-    num_parameters = count_parameters(shape).total
+    num_parameters = _num_parameters(layouts, workload)
 
     passes = Quantity(np.asarray(workload.num_micro_batches), "micro-batches")
     stages = Quantity(layouts.pipeline, "pipeline")
@@ -154,6 +159,9 @@ def step_quantities(
     kernels = Quantity(num_kernels(layouts, workload), "kernels")
     launch = kernels * _seconds(cluster.launch_s, "seconds each")
     tensor = _seconds(tensor_time_s(layouts, workload, spans), "collectives of the tensor axis")
+    if workload.experts is not None:
+        routed = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
+        tensor = tensor + _seconds(routed, "all-to-alls of the expert axis")
     context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
     handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
 
@@ -162,6 +170,8 @@ def step_quantities(
     late = np.maximum(kernels.value * cluster.dispatch_s - (layer + tensor + context).value, 0.0)
     launch = launch + _seconds(late, "launches that take longer than the layer's work")
     layer_s = (layer + launch + tensor + context).value
+    measured = _seconds(layer_s * (_cell_factor(layouts, workload, cluster) - 1), "cells")
+    layer_s = layer_s + measured.value
     head_s = (head / flops_per_s + tokens * loss / bandwidth).value
     mean_s = layers.value * layer_s + head_s / layouts.pipeline
     slowest_s = np.maximum(
@@ -182,9 +192,12 @@ def step_quantities(
         "stages_s": passes * handed_on,
         "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
         "bubble_s": pipeline_bubble(stages, passes, interleave) * busy,
-        "data_s": _exposed(layouts, workload, spans, slowest_s, num_parameters, hidden, cluster),
+        "data_s": exposed_data(
+            layouts, workload, spans, slowest_s, num_parameters, hidden, cluster
+        ),
         "optimizer_s": owned * update / bandwidth,
         "fixed_s": _seconds(cluster.step_s, "what every step takes"),
+        "measured_s": passes * layers * measured,
     }
 
 
@@ -201,55 +214,18 @@ def _rate(unit: str) -> Callable[[float], str]:
     return lambda value: format_decimal(value, unit)
 
 
-def _exposed(
-    layouts: Layouts,
-    workload: Workload,
-    spans: MeshSpans,
-    pass_s: Any,
-    num_parameters: float,
-    hidden: Numbers,
-    cluster: Cluster,
-) -> Quantity:
-    """Returns the exposed communication of averaging gradients and gathering parameters.
-
-    ZeRO-3 gathers in every forward and every backward; ZeRO-1 and 2 gather once, beside the first
-    forward. Gradients are averaged beside the backward of the last pass, or of every pass.
-    """
-    full = layouts.checkpointing == CHECKPOINTING["full"]
-    # Backward takes twice as long as forward, and as long as it once more to recompute it.
-    forward = np.asarray(hidden) * pass_s * np.where(full, 1 / 4, 1 / 3)
-    backward = np.asarray(hidden) * pass_s - forward
-    slower = data_slowdown(layouts, cluster)
-    gradients = gradient_time_s(layouts, workload, spans, num_parameters) * slower
-    gathered = gather_time_s(layouts, workload, spans, num_parameters) * slower
-    every_pass = layouts.stage == 3
-    passes = np.asarray(workload.num_micro_batches)
-    in_backward = np.where(every_pass, gathered, 0.0)
-    in_other_backwards = in_backward + (gradients if workload.reduces_every_pass else 0.0)
-
-    def exposed(communication: Any, beside: Any) -> Any:
-        never = cluster.exposed_share * communication
-        return never + least_exposed_s(communication - never, beside)
-
-    total = (
-        exposed(gathered, forward) * np.where(every_pass, passes, 1)
-        + exposed(in_other_backwards, backward) * (passes - 1)
-        + exposed(in_backward + gradients, backward)
-    )
-    return Quantity(
-        total,
-        "what passes do not hide of averaging gradients and gathering parameters",
-        lambda _: (
-            f"{format_seconds(first_number(gradients))} for all gradients, "
-            f"{format_seconds(first_number(gathered))} for all parameters, each time"
-        ),
-    )
+def _num_parameters(layouts: Layouts, workload: Workload) -> Any:
+    """Returns the parameters of a model, experts counted as far as their axis leaves them."""
+    total: Any = count_parameters(workload.shape).total
+    if workload.experts is None:
+        return total
+    # Experts are divided over their own axis instead of the tensor axis.
+    idle = inactive_parameters(workload.experts, workload.shape)
+    return total + idle * layouts.tensor / layouts.expert
 
 
-def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
-    """Returns by how much data-parallel traffic is slower for the number of hosts that share it."""
-    inside = cluster.tiers.tiers[0].num_devices
-    if not cluster.contention or inside is None:
+def _cell_factor(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
+    if cluster.cells is None:
         return 1.0
-    devices = layouts.stride("pipeline")
-    return 1 + cluster.contention * np.log2(np.maximum(devices / inside, 1))
+    tokens = workload.tokens / layouts.context
+    return cluster.cells.factor(tokens, workload.shape.d_model, layouts.tensor)

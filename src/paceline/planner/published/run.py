@@ -52,11 +52,13 @@ class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What replaces the feed-forward layers of a mixture of experts."""
 
     def shape(self, context_length: int) -> ModelShape:
-        """Returns the shape that the accounting takes, for sequences of that length."""
+        """Returns the shape that the accounting takes; of experts it has what is active."""
         return ModelShape(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
-            d_ff=self.d_ff,
+            d_ff=self.d_ff
+            if self.experts is None
+            else self.experts.active_width(self.d_ff, self.num_layers),
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

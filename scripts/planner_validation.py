@@ -1,0 +1,110 @@
+"""Predicts the published runs with each model held out; records errors, coverage and regret.
+
+OMP_NUM_THREADS=1 python scripts/planner_validation.py results/planner-validation.jsonl
+
+--calibrations writes the fitted calibrations as well, --without leaves one term out of every fit
+and records what that does, --pools takes some pools only.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+from paceline.planner.calibrations.cases import predictable
+from paceline.planner.calibrations.store import write_calibrations
+from paceline.planner.calibrations.terms import terms_of
+from paceline.planner.published.reader import published_runs
+from paceline.planner.validation.held_out import PoolResult, validate_pool
+from paceline.planner.validation.regret import sweep_regrets
+from paceline.records import Metric, Record, RecordStore, capture_environment
+
+LEAST_ROWS = 6
+
+
+def accuracy(source: str, results: list[PoolResult]) -> dict[str, float]:
+    """Returns errors and intervals of all rows of a source that were predicted."""
+    predicted = np.concatenate([each.predicted for each in results])
+    measured = np.concatenate([each.measured for each in results])
+    low = np.concatenate([each.low for each in results])
+    high = np.concatenate([each.high for each in results])
+    known = np.isfinite(predicted)
+    error = np.abs(predicted[known] / measured[known] - 1)
+    covered = (low[known] <= measured[known]) & (measured[known] <= high[known])
+    return {
+        "rows": float(known.sum()),
+        "models": float(len({case.run.model for each in results for case in each.cases})),
+        "mean_error": float(error.mean()),
+        "median_error": float(np.median(error)),
+        "largest_error": float(error.max()),
+        "coverage": float(covered.mean()),
+        **{
+            f"ratio_p{percent}": float(np.percentile(predicted[known] / measured[known], percent))
+            for percent in (5, 25, 50, 75, 95)
+        },
+        "half_width": float(np.median(np.sqrt(high[known] / low[known]) - 1)),
+    }
+
+
+def regret(results: list[PoolResult]) -> dict[str, float]:
+    """Returns the regrets of the sweeps of a source."""
+    found = [each for result in results for each in sweep_regrets(result.cases, result.predicted)]
+    if not found:
+        return {}
+    return {
+        "sweeps": float(len(found)),
+        "layouts": float(sum(each.num_layouts for each in found)),
+        "first": float(np.mean([each.first for each in found])),
+        "largest_first": float(max(each.first for each in found)),
+        "best_of_three": float(np.mean([each.best_of_three for each in found])),
+        "random": float(np.mean([each.random for each in found])),
+        "rule_of_thumb": float(np.mean([each.rule_of_thumb for each in found])),
+    }
+
+
+def main() -> int:
+    """Validates every pool and records what each source showed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--calibrations", type=pathlib.Path)
+    parser.add_argument("--without", default="")
+    parser.add_argument("--pools", nargs="*", default=[])
+    arguments = parser.parse_args()
+    pools: dict[str, list] = {}
+    for case in predictable(published_runs()):
+        pools.setdefault(case.pool, []).append(case)
+    results = []
+    for pool, cases in sorted(pools.items()):
+        skipped = arguments.without and arguments.without not in terms_of(pool)
+        if len(cases) < LEAST_ROWS or skipped or (arguments.pools and pool not in arguments.pools):
+            continue
+        results.append(validate_pool(cases, without=arguments.without or None))
+        print(pool, len(cases), accuracy(pool, results[-1:]), regret(results[-1:]), flush=True)
+    store, environment = RecordStore(arguments.store), capture_environment()
+    names = sorted({each.source for each in results})
+    for name in [*names, *([] if arguments.without or arguments.pools else ["all"])]:
+        chosen = [each for each in results if name in ("all", each.source)]
+        for study, values in (("accuracy", accuracy(name, chosen)), ("regret", regret(chosen))):
+            if not values:
+                continue
+            store.append(
+                Record(
+                    kind="planner_validation",
+                    case={"study": study, "source": name, "without": arguments.without},
+                    environment=environment,
+                    metrics={key: Metric(value=value) for key, value in values.items()},
+                    outcome="ok",
+                )
+            )
+    if arguments.calibrations is not None:
+        write_calibrations(
+            # No search lays experts out yet, so that their calibrations would only be in its way.
+            [made for each in results if not each.cases[0].experts for made in each.calibrations],
+            arguments.calibrations,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How accurate the plan is: held-out errors of published runs, regret."""

@@ -1,0 +1,117 @@
+"""Published runs predicted while their model was held out, with intervals, by source.
+
+The rows of a pool are predicted by fits to the other models. The interval of a row comes from
+the residuals of the other models in its pool, as `FrameworkCalibration.interval` has it, ranges and
+widening included; a row is covered if its measured time lies inside.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.planner.calibrations.build import calibrations_of, held_out_by, predict_held_out
+from paceline.planner.calibrations.calibration import FrameworkCalibration, ranges
+from paceline.planner.calibrations.cases import Array, Case, group_cases
+from paceline.planner.calibrations.fit import fit_cases
+from paceline.planner.calibrations.terms import terms_of
+
+_SOURCES = {
+    "vtrain": "vTrain, 64 to 512 A100",
+    "vtrain-host": "vTrain, one host of A100",
+    "bloom": "BLOOM, A100",
+    "internevo": "InternEvo, A100",
+    "torchtitan": "torchtitan, H100 and H200",
+    "megatron-bridge": "Megatron-Bridge, dense models",
+    "megatron-bridge-experts": "Megatron-Bridge, experts",
+    "nemo-h100-sxm-bfloat16": "NeMo, H100 BF16",
+    "nemo-h100-sxm-float8": "NeMo, H100 FP8",
+    "nemo-blackwell": "NeMo, B200 and GB200",
+    "llm-foundry-a100-sxm-40gb": "llm-foundry, A100 40 GB",
+    "llm-foundry-a100-sxm-80gb": "llm-foundry, A100 80 GB",
+    "llm-foundry-h100-sxm": "llm-foundry, H100",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolResult:
+    """What holding out every model of a pool shows."""
+
+    pool: str
+    cases: tuple[Case, ...]
+    predicted: Array
+    """Seconds, without the row's own model."""
+    low: Array
+    """Lower ends of the intervals, in seconds."""
+    high: Array
+    calibrations: tuple[FrameworkCalibration, ...]
+
+    @property
+    def source(self) -> str:
+        """What the pool is called in a table."""
+        return _SOURCES.get(self.pool, "others")
+
+    @property
+    def measured(self) -> Array:
+        """Seconds as published."""
+        return np.array([case.step_s for case in self.cases])
+
+
+def validate_pool(cases: Sequence[Case], *, without: str | None = None) -> PoolResult:
+    """Fits a pool, holds out each of its models; `without` leaves a term out."""
+    terms = tuple(term for term in terms_of(cases[0].pool) if term != without)
+    fit = fit_cases(cases, terms=terms)
+    predicted = predict_held_out(cases, fit, terms=terms)
+    made = calibrations_of(cases, fit, predicted)
+    low, high = _intervals(cases, predicted, made)
+    return PoolResult(
+        pool=cases[0].pool,
+        cases=tuple(cases),
+        predicted=predicted,
+        low=low,
+        high=high,
+        calibrations=tuple(made),
+    )
+
+
+def _intervals(
+    cases: Sequence[Case], predicted: Array, made: Sequence[FrameworkCalibration]
+) -> tuple[Array, Array]:
+    """Returns the ends of every interval, from residuals and ranges of the other folds."""
+    low, high = np.full(len(cases), np.nan), np.full(len(cases), np.nan)
+    folds = np.array(held_out_by(cases))
+    by_variant = {(each.device, each.precision): each for each in made}
+    for fold in np.unique(folds):
+        inside = [case for case, its in zip(cases, folds, strict=True) if its == fold]
+        others = [case for case, its in zip(cases, folds, strict=True) if its != fold]
+        index = np.flatnonzero(folds == fold)
+        rows = {case.run.id for case in others}
+        if not others:
+            continue
+        for group in group_cases(inside):
+            variant = (group.variant.device, group.variant.dtype)
+            alike = [case for case in others if case.variant[:2] == variant] or others
+            calibration = dataclasses.replace(
+                by_variant.get(variant, made[0]),
+                residuals=tuple(
+                    each
+                    for calibration in _first(by_variant, variant, made)
+                    for each in calibration.residuals
+                    if each.row in rows
+                ),
+                seen=ranges([(each.layouts, each.workload) for each in group_cases(alike)]),
+            )
+            factors = calibration.interval(group.layouts, group.workload)
+            place = index[group.index]
+            low[place] = predicted[place] * factors[0]
+            high[place] = predicted[place] * factors[1]
+    return low, high
+
+
+def _first(
+    by_variant: dict[tuple[str, str], FrameworkCalibration],
+    variant: tuple[str, str],
+    made: Sequence[FrameworkCalibration],
+) -> Sequence[FrameworkCalibration]:
+    """Returns the calibration of a device and dtype, or all where it has none."""
+    return [by_variant[variant]] if variant in by_variant else made

@@ -1,0 +1,66 @@
+"""How accurate the plan is: held-out predictions by source, and what picking by them costs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from paceline.records import Record
+from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
+
+_CHOICES = {
+    "random": "drawn at random",
+    "rule_of_thumb": "rule of thumb",
+    "first": "first choice",
+    "best_of_three": "best of three",
+}
+
+
+def plot_validation(records: Sequence[Record]) -> Figure:
+    """Draws predicted over measured time by source, and the regret of four ways to choose."""
+    whole = [record for record in records if record.case["without"] == ""]
+    title = "Published runs, each predicted while its model was held out"
+    figure = blank_figure(title, (10.5, 5.2))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_ratios(left, [each for each in whole if each.case["study"] == "accuracy"])
+    _draw_regret(right, [each for each in whole if each.case["study"] == "regret"])
+    return figure
+
+
+def _draw_ratios(axes: Any, records: Sequence[Record]) -> None:
+    ordered = sorted(records, key=lambda record: -record.metrics["mean_error"].value)
+    for place, record in enumerate(ordered):
+        p5, p25, p50, p75, p95 = (
+            record.metrics[f"ratio_p{percent}"].value for percent in (5, 25, 50, 75, 95)
+        )
+        color = COLORS[1] if record.case["source"] == "all" else COLORS[0]
+        axes.plot([p5, p95], [place, place], color=color, linewidth=1.2)
+        axes.barh(place, p75 - p25, left=p25, height=0.55, color=color, alpha=0.6)
+        axes.plot([p50], [place], "|", color="black", markersize=9)
+    axes.axvline(1.0, color=GRAY, linewidth=0.8)
+    axes.set_yticks(
+        range(len(ordered)),
+        [f"{each.case['source']} ({each.metrics['rows'].value:,.0f})" for each in ordered],
+    )
+    axes.set_xlabel("predicted / measured step time: 5-95%, 25-75%, median")
+    add_grid(axes, "x")
+
+
+def _draw_regret(axes: Any, records: Sequence[Record]) -> None:
+    ordered = sorted(records, key=lambda record: record.case["source"] == "all")
+    height = 0.8 / len(_CHOICES)
+    for number, (name, label) in enumerate(_CHOICES.items()):
+        values = [100 * record.metrics[name].value for record in ordered]
+        places = np.arange(len(ordered)) + (number - 1.5) * height
+        axes.barh(places, values, height=height, color=COLORS[number], label=label)
+        for place, value in zip(places, values, strict=True):
+            axes.text(value, place, f" {value:.1f}", va="center", fontsize=7)
+    axes.set_yticks(
+        range(len(ordered)),
+        [f"{each.case['source']} ({each.metrics['sweeps'].value:.0f} sweeps)" for each in ordered],
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("mean regret in %")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=2)
+    add_grid(axes, "x")

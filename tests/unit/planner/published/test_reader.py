@@ -1,0 +1,157 @@
+"""The published runs: read strictly, complete, and what can be re-added adds up."""
+
+import collections
+import json
+import pathlib
+
+import pytest
+
+from paceline.core.errors import DataError, UsageError
+from paceline.planner.published.checks import contradictions, model_flops_per_token
+from paceline.planner.published.reader import model_of, published_runs, read_rows, sources
+from paceline.planner.published.run import PublishedRun
+
+ROW = {
+    "framework": "own",
+    "model": "llama3-8B",
+    "device": "h100-sxm",
+    "precision": "bf16",
+    "devices": 8,
+    "context_length": 8192,
+    "global_batch": 64,
+    "micro_batch": 1,
+    "data": 8,
+    "unit": "tokens/s/device",
+    "measured": 8000.0,
+}
+
+
+def _of(*beginnings: str) -> list[PublishedRun]:
+    return [run for run in published_runs() if run.source.startswith(beginnings)]
+
+
+def test_all_rows_are_there_by_source() -> None:
+    counted = collections.Counter(
+        run.source.rstrip("0123456789").rstrip("-.") for run in published_runs()
+    )
+    assert counted["vtrain"] == 1549
+    assert counted["megatron-bridge"] == 282
+    assert counted["dgxc-benchmarking"] == 222
+    assert counted["llm-foundry"] == 216
+    assert counted["bigscience"] == 140
+    assert sum(counted.values()) == 2691
+    assert len({run.id for run in published_runs()}) == 2691
+    assert {run.source for run in published_runs()} == set(sources())
+
+
+def test_rows_that_contradict_themselves_are_kept_and_marked() -> None:
+    marked = {run.id: run.marks for run in published_runs() if run.marks}
+    assert marked == {
+        run.id: contradictions(run) for run in published_runs() if contradictions(run)
+    }
+    assert marked["r1105"] == ("axes multiply to 8192 devices",)
+    assert len(marked) == 34
+
+
+@pytest.mark.parametrize(
+    ("source", "rows"),
+    [
+        ("vtrain", 1549),
+        ("bigscience", 139),
+        ("internevo", 48),
+        ("llm-foundry", 216),
+        ("dgxc", 222),
+        ("torchtitan", 32),
+    ],
+)
+def test_axes_multiply_to_the_devices(source: str, rows: int) -> None:
+    assert sum(run.axes_product == run.devices for run in _of(source)) == rows
+
+
+def test_llm_foundry_passes_and_rates_add_up() -> None:
+    for run in _of("llm-foundry"):
+        assert run.data is not None
+        assert run.global_batch == run.micro_batch * run.data * run.also["grad_accum"]  # type: ignore[operator]
+        assert run.measured is not None
+        model = model_of(run)
+        assert model is not None
+        assert run.context_length is not None
+        attention = 12 * model.num_layers * model.d_model * run.context_length
+        flops = run.measured * (6 * run.also["num_params"] + attention)
+        assert flops / 1e12 == pytest.approx(run.also["model_tflops"], rel=0.02)
+
+
+@pytest.mark.parametrize("source", ["nemo", "megatron-bridge", "megatron-lm-5"])
+def test_tflops_are_those_of_the_tokens(source: str) -> None:
+    checked = [run for run in _of(source) if "model_tflops" in run.also and not run.marks]
+    for run in checked:
+        assert contradictions(run) == ()
+    assert len([run for run in checked if model_of(run) is not None]) >= 3
+
+
+def test_bloom_tflops_are_megatrons_formula() -> None:
+    off = []
+    for run in _of("bigscience"):
+        model = model_of(run)
+        if run.measured is None or "tflops" not in run.also or run.marks or model is None:
+            continue
+        h, layers, vocabulary, s = model.d_model, model.num_layers, model.vocab_size, 2048
+        assert run.global_batch is not None
+        assert run.devices is not None
+        flops = 96 * run.global_batch * s * layers * h**2
+        flops *= 1 + s / (6 * h) + vocabulary / (16 * layers * h)
+        off.append(flops / run.measured / run.devices / 1e12 / run.also["tflops"] - 1)
+    assert len(off) > 100
+    assert sum(abs(each) < 0.05 for each in off) > 0.9 * len(off)
+
+
+def test_jax_toolbox_sequences_are_tokens() -> None:
+    checked = [run for run in _of("jax-toolbox") if "sequences_per_s" in run.also]
+    assert checked
+    for run in checked:
+        assert contradictions(run) == ()
+
+
+def test_internevo_tokens_do_not_exceed_the_tflops_that_it_states() -> None:
+    for run in _of("internevo"):
+        known = model_flops_per_token(run)
+        assert known is not None
+        assert run.measured is not None
+        if "tflops" in run.also:
+            share = 4 / 3 if run.recompute == "full" else 1
+            assert known[1] * run.measured * share / 1e12 == pytest.approx(
+                run.also["tflops"], rel=0.1
+            )
+
+
+def _write(path: pathlib.Path, **changes: object) -> pathlib.Path:
+    path.write_text(json.dumps({**ROW, **changes}) + "\n", encoding="utf-8")
+    return path
+
+
+def test_own_rows_are_read(tmp_path: pathlib.Path) -> None:
+    (run,) = read_rows(_write(tmp_path / "rows.jsonl"))
+    assert run.step_s == pytest.approx(64 * 8192 / (8000 * 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 8}, "line 1: .*gpus"),
+        ({"devices": "eight"}, "line 1: .*int"),
+        ({"measured": -1.0}, "measured is -1.0"),
+        ({"data": 0}, "data is 0"),
+        ({"unit": "OOM"}, "not both"),
+        ({"model": "llama9"}, "unknown model 'llama9'"),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: pathlib.Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_rows(_write(tmp_path / "rows.jsonl", **changes))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UsageError, match=r"nowhere.jsonl: no such file"):
+        read_rows("nowhere.jsonl")
