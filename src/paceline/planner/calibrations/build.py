@@ -24,9 +24,7 @@ def held_out_by(cases: Sequence[Case]) -> list[str]:
     return [f"{case.run.devices} devices" for case in cases]
 
 
-def predict_held_out(
-    cases: Sequence[Case], fit: Fit, *, terms: Sequence[str] = USUAL_TERMS
-) -> Array:
+def predict_held_out(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> Array:
     """Returns the seconds of every case as predicted without its model; nan with one fold only."""
     folds = held_out_by(cases)
     predicted = np.full(len(cases), np.nan)
@@ -34,7 +32,7 @@ def predict_held_out(
         train = [case for case, its in zip(cases, folds, strict=True) if its != fold]
         index = [number for number, its in enumerate(folds) if its == fold]
         if train:
-            without = fit_cases(train, terms=terms, start=fit)
+            without = fit_cases(train, terms=terms)
             test = [cases[number] for number in index]
             predicted[index] = predict_groups(group_cases(test), without, len(test))
     return predicted
@@ -48,7 +46,7 @@ def build_calibrations(
         raise UsageError("no row can be predicted: give model, devices, batch, layout and time")
     terms = terms_of(cases[0].pool)
     fit = fit_cases(cases, terms=terms)
-    return calibrations_of(cases, fit, predict_held_out(cases, fit, terms=terms), name=name)
+    return calibrations_of(cases, fit, predict_held_out(cases, terms=terms), name=name)
 
 
 def calibrations_of(

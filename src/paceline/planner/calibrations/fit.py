@@ -63,9 +63,7 @@ def predict_groups(groups: Sequence[CaseGroup], fit: Fit, size: int) -> Array:
     return seconds
 
 
-def fit_cases(
-    cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS, start: Fit | None = None
-) -> Fit:
+def fit_cases(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> Fit:
     """Fits the constants of the given terms to cases of one framework."""
     from scipy.optimize import least_squares
 
@@ -103,14 +101,10 @@ def fit_cases(
         robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
         return np.concatenate([robust, (point - mean[free]) / deviation[free]])
 
-    first = mean.copy()
-    if start is not None:
-        known = [np.log(start.values.get(name, PRIORS[name].mean)) for name in names]
-        first = np.array([*known, *(start.offsets.get(each, 0.0) for each in variants)])
-    starts = [first]
-    if start is None and "outer_latency_s" in names:
+    starts = [mean]
+    if "outer_latency_s" in names:
         # Rings over many hosts can be all latency, which no gradient at the usual one shows.
-        slow = first.copy()
+        slow = mean.copy()
         slow[names.index("outer_latency_s")] = np.log(_SLOW_LATENCY_S)
         starts.append(slow)
     found = [
@@ -122,7 +116,7 @@ def fit_cases(
             diff_step=1e-4,
             ftol=1e-5,
             xtol=1e-5,
-            max_nfev=_EVALUATIONS if start is None else _EVALUATIONS // 3,
+            max_nfev=_EVALUATIONS,
         )
         for each in starts
     ]

@@ -37,7 +37,7 @@ PRIORS: dict[str, Prior] = {
     "matmul_tokens": Prior(100.0, 1.0, 4e3),
     "matmul_width": Prior(200.0, 1.0, 4e3),
     "misaligned": Prior(0.05, 1.0, 1.0),
-    "exposed_share": Prior(0.1, 1.0, 1.0),
+    "exposed_share": Prior(0.3, 1.0, 1.0),
     "contention": Prior(0.03, 1.0, 1.0),
     "outer_latency_s": Prior(1.5e-5, 2.0, 1e-1),
     "inner_latency_s": Prior(6e-6, 1.0, 1e-3),

@@ -61,7 +61,7 @@ def validate_pool(cases: Sequence[Case], *, without: str | None = None) -> PoolR
     """Fits a pool, holds out each of its models; `without` leaves a term out."""
     terms = tuple(term for term in terms_of(cases[0].pool) if term != without)
     fit = fit_cases(cases, terms=terms)
-    predicted = predict_held_out(cases, fit, terms=terms)
+    predicted = predict_held_out(cases, terms=terms)
     made = calibrations_of(cases, fit, predicted)
     low, high = _intervals(cases, predicted, made)
     return PoolResult(

@@ -1,0 +1,59 @@
+"""paceline plan calibrate: one's own rows become a calibration that plan search takes."""
+
+import json
+import pathlib
+
+import pytest
+
+from paceline.cli.main import main
+
+ROWS = pathlib.Path(__file__).parents[4] / "examples" / "rows.jsonl"
+
+
+def test_own_rows_become_a_calibration_that_a_search_takes(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    assert main(["plan", "calibrate", str(ROWS), "--out", str(own), "--json"]) == 0
+    (made,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert made["name"] == "my-trainer-h100-sxm-bfloat16"
+    assert made["rows"] == 3
+    assert 0.3 < made["matmul_share"] <= 1
+
+    search = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-tokens", "512K"]
+    assert main([*search, "--calibration", str(own), "--json", "--no-advice"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    own_best = next(row for row in rows if row["kind"] == "layout")
+    assert rows[0]["calibration"] == "my-trainer-h100-sxm-bfloat16"
+
+    assert main([*search, "--json", "--no-advice"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    best = next(row for row in rows if row["kind"] == "layout")
+    assert own_best["choice"]["step_time_s"] != best["choice"]["step_time_s"]
+
+
+def test_the_table_names_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "calibrate", str(ROWS)]) == 0
+    shown = capsys.readouterr().out
+    assert "my-trainer-h100-sxm-bfloat16" in shown
+    assert "held out" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"framework": "x"}', "line 1"),
+        ("not json", "line 1"),
+        (
+            ROWS.read_text().splitlines()[0].replace('"devices": 8', '"devices": 7'),
+            "no row can be predicted",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(
+    line: str, said: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line + "\n")
+    assert main(["plan", "calibrate", str(path)]) != 0
+    assert said in capsys.readouterr().err
