@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from paceline.core.errors import ShapeError
-from paceline.core.specs import BatchShape, ModelShape, Precision, require_at_least, require_choice
+from paceline.core.specs import (
+    BatchShape,
+    Experts,
+    ModelShape,
+    Precision,
+    require_at_least,
+    require_choice,
+)
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -21,7 +28,7 @@ class ParallelLayout:
     """Sizes of the mesh axes and what is sharded along them.
 
     The world is replicate × shard × context × tensor × pipeline; data-parallel ranks are
-    replicate × shard of them.
+    replicate × shard of them. Expert ranks are tensor, context and data ranks of one stage.
     """
 
     replicate: int = 1
@@ -34,6 +41,8 @@ class ParallelLayout:
     """Stages over which the blocks are split."""
     context: int = 1
     """Ranks over which each sequence is split."""
+    expert: int = 1
+    """Ranks over which the experts of a mixture are divided, each of them whole."""
     sharding: Sharding = "none"
     """What is split over `shard`: each choice includes those before it (ZeRO 0 to 3)."""
     sequence_parallel: bool = False
@@ -46,7 +55,7 @@ class ParallelLayout:
     """Gradient bucket cap in MiB, as in torch; None for the strategy's own choice."""
 
     def __post_init__(self) -> None:
-        axes = ("replicate", "shard", "tensor", "pipeline", "context")
+        axes = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
         require_at_least(self, 1, *axes, "pipeline_interleave")
         require_choice("ParallelLayout", "sharding", self.sharding, Sharding)
         checkpointing = self.activation_checkpointing
@@ -57,6 +66,11 @@ class ParallelLayout:
             raise ShapeError(
                 f"ParallelLayout.shard is {self.shard} but sharding is 'none'; "
                 "say what is sharded, or use replicate"
+            )
+        if self.tensor * self.context * self.data_parallel % self.expert:
+            raise ShapeError(
+                f"ParallelLayout.expert is {self.expert}; it must divide the tensor, context and "
+                "data-parallel ranks of a stage"
             )
         if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
             raise ShapeError("ParallelLayout.bucket_size_mb must be positive, or None")
@@ -110,6 +124,8 @@ class Plan:
     """Identifier of the device in the hardware table, or of a calibration."""
     predictions: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
     """Estimates, named like the metrics of the record that would measure them."""
+    experts: Experts | None = None
+    """What replaces the feed-forward layers of a mixture; the model has what is active."""
 
     @property
     def tokens_per_step(self) -> int:

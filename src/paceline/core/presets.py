@@ -5,13 +5,15 @@ Sources: the sizes small to 10B are those of the Stanford CS336 systems hand-out
 output layer are left out and a feed-forward layer is two plain matrices. bytes-34M is our own.
 Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1. Llama 2: Touvron
 et al. 2023 and the config.json of its weights. Mistral: Jiang et al. 2023, table 1. megatron: the
-two largest of Korthikanti et al. 2022, table 3.
+two largest of Korthikanti et al. 2022, table 3. Mixtures of experts: the config.json of their
+weights, with the sequences that most of their pretraining had (Jiang et al. 2024, DeepSeek-AI 2024,
+Qwen Team 2025); of latent attention, whose scores and values differ in width, the mean width.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import UsageError, did_you_mean
-from paceline.core.specs import ModelShape
+from paceline.core.specs import Experts, ModelShape
 
 _DIMENSIONS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
 
@@ -55,19 +57,93 @@ _PRESETS: dict[str, ModelShape] = {
 }
 
 
+class Preset(NamedTuple):
+    """A model by name: its shape, and its experts if it is a mixture of them."""
+
+    shape: ModelShape
+    """Of a mixture, `d_ff` is the width that is active, in the mean block."""
+    experts: Experts | None = None
+
+
+def _mixture(
+    experts: Experts, vocab_size: int, d_model: int, num_layers: int, num_heads: int, **others: Any
+) -> Preset:
+    active = experts.active_width(experts.dense_width, num_layers)
+    return Preset(_shape(vocab_size, d_model, active, num_layers, num_heads, **others), experts)
+
+
+_QWEN3 = {"head_dim": 128, "max_context_length": 4096, "rope_theta": 1_000_000.0}
+_MIXTURES: dict[str, Preset] = {
+    "mixtral-8x7B": _mixture(
+        Experts(num_experts=8, experts_per_token=2, width=14336),
+        *(32_000, 4096, 32, 32),
+        num_kv_heads=8,
+        max_context_length=32_768,
+        rope_theta=1_000_000.0,
+    ),
+    "qwen3-30B-A3B": _mixture(
+        Experts(num_experts=128, experts_per_token=8, width=768),
+        *(151_936, 2048, 48, 32),
+        num_kv_heads=4,
+        **_QWEN3,
+    ),
+    "qwen3-235B-A22B": _mixture(
+        Experts(num_experts=128, experts_per_token=8, width=1536),
+        *(151_936, 4096, 94, 64),
+        num_kv_heads=4,
+        **_QWEN3,
+    ),
+    "deepseek-v3": _mixture(
+        Experts(
+            num_experts=256,
+            experts_per_token=8,
+            width=2048,
+            shared_width=2048,
+            num_dense_layers=3,
+            dense_width=18_432,
+            attention_parameters=187_105_280,
+        ),
+        *(129_280, 7168, 61, 128),
+        head_dim=160,
+        max_context_length=4096,
+    ),
+}
+
+
 def preset_names() -> tuple[str, ...]:
     """Returns the names that `model_preset` knows, smallest family first."""
     return tuple(_PRESETS)
 
 
+def mixture_names() -> tuple[str, ...]:
+    """Returns the names of mixtures of experts, which `find_preset` knows as well."""
+    return tuple(_MIXTURES)
+
+
 def preset_spelling(name: str) -> str:
     """Returns a preset's own spelling of a name that differs in case only; others as they are."""
-    return next((each for each in _PRESETS if each.lower() == name.lower()), name)
+    known = (*_PRESETS, *_MIXTURES)
+    return next((each for each in known if each.lower() == name.lower()), name)
 
 
 def model_preset(name: str) -> ModelShape:
     """Returns the shape of that `name`; an unknown one is an error that lists `preset_names`."""
     if name in _PRESETS:
         return _PRESETS[name]
+    if name in _MIXTURES:
+        raise UsageError(
+            f"{name} is a mixture of experts, which only paceline plan search accounts for; "
+            f"known here: {', '.join(_PRESETS)}"
+        )
     hint = did_you_mean(name, _PRESETS)
     raise UsageError(f"unknown model {name!r}; {hint}known: {', '.join(_PRESETS)}")
+
+
+def find_preset(name: str) -> Preset:
+    """Returns the model of that `name`, dense or a mixture of experts."""
+    if name in _MIXTURES:
+        return _MIXTURES[name]
+    if name in _PRESETS:
+        return Preset(_PRESETS[name])
+    hint = did_you_mean(name, (*_PRESETS, *_MIXTURES))
+    raise UsageError(f"unknown model {name!r}; {hint}known: {', '.join((*_PRESETS, *_MIXTURES))}")

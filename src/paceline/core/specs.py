@@ -148,6 +148,37 @@ class ModelShape:
         return self.key_value_heads * self.head_width
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What replaces the feed-forward layer of a block in a mixture of experts."""
+
+    num_experts: int
+    experts_per_token: int
+    width: int
+    """Width of one expert's hidden activations."""
+    shared_width: int = 0
+    """Width of the expert that every token goes through."""
+    num_dense_layers: int = 0
+    """Blocks at the beginning that have an ordinary feed-forward layer instead."""
+    dense_width: int = 0
+    """Width of that layer; 0 where no block has one, or nobody needs to know."""
+    attention_parameters: int | None = None
+    """Weights of one block's attention, where the shape does not say (latent attention)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise UsageError(
+                f"Experts.experts_per_token is {self.experts_per_token} of {self.num_experts} "
+                "experts; it must be from 1 to all of them"
+            )
+
+    def active_width(self, dense_width: int, num_layers: int) -> int:
+        """Returns the width of what a token goes through in a block, on average."""
+        dense = self.num_dense_layers / num_layers
+        active = self.width * self.experts_per_token + self.shared_width
+        return round(active * (1 - dense) + dense_width * dense)
+
+
 # What `paceline.models.TransformerLM` builds; it is here so that a sweep can refuse a shape
 # without loading torch.
 _BUILDABLE = {"feed_forward": "swiglu", "norm": "rmsnorm", "positions": "rotary", "biases": False}

@@ -72,6 +72,11 @@ def _searched(path: pathlib.Path) -> core_plan.Plan | None:
 
 def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
     layout, batch = plan.layout, plan.batch
+    if plan.experts is not None:
+        raise UsageError(
+            f"{where}: a mixture of experts, which paceline train does not have; its files for "
+            "Megatron-LM and torchtitan are beside it, and dense models can be searched --runnable"
+        )
     _require_runnable(layout, where)
     require_buildable(plan.model)
     world_size = layout.world_size
@@ -96,7 +101,7 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
 
 def _require_runnable(layout: core_plan.ParallelLayout, where: str) -> None:
     """Refuses what our trainer has no strategy for."""
-    axes = {axis: getattr(layout, axis) for axis in ("tensor", "context", "pipeline")}
+    axes = {axis: getattr(layout, axis) for axis in ("tensor", "context", "pipeline", "expert")}
     if layout.replicate > 1 and layout.shard > 1:
         axes |= {"replicate": layout.replicate, "shard": layout.shard}
     unknown = [f"{axis} {size}" for axis, size in axes.items() if size > 1]

@@ -67,7 +67,7 @@ def test_a_trillion_parameters_on_sixteen_thousand_ranks() -> None:
     ("change", "complaint"),
     [
         (lambda raw: raw.update(colour="red"), r"`\$\.colour`"),
-        (lambda raw: raw["layout"].update(expert=2), r"`\$\.layout\.expert`"),
+        (lambda raw: raw["layout"].update(axis=2), r"`\$\.layout\.axis`"),
         (lambda raw: raw["predictions"]["step_time_s"].update(p=1), r"predictions\.step_time_s\.p"),
         (lambda raw: raw["model"].update(d_model="wide"), r"\$\.model\.d_model"),
         (lambda raw: raw["model"].update(num_heads=7), "not divisible"),

@@ -2,16 +2,16 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.harness.config import ModelName
+from paceline.benchmarks.harness.config import listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure, say, stdout_console
 from paceline.cli.plan.quantities import parse_count
 from paceline.cli.plan.search_options import ClusterOptions
 from paceline.core.errors import UsageError
-from paceline.core.presets import model_preset
+from paceline.core.presets import find_preset, mixture_names, preset_names, preset_spelling
 
 if TYPE_CHECKING:
     from paceline.planner.search.advice import Change, FrontPoint
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from paceline.planner.search.run_estimate import RunEstimate
     from paceline.planner.search.search import SearchResult
 
+SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
+"""A dense preset, or a mixture of experts."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchCommand:
     """Find the fastest layout: every axis, exactly, with what bounds it and what would help.
 
     All layouts that divide the model, the batch and the devices are evaluated; the best of each
-    mesh of tensor, context and pipeline ranks is shown.
+    mesh of tensor, context, pipeline and expert ranks is shown.
     """
 
-    model: ModelName = "llama3-8B"
-    """A preset."""
+    model: SearchedModel = "llama3-8B"
+    """A preset; mixtures of experts have an expert axis as well."""
     devices: int = 64
     """Devices that are held."""
     cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
@@ -39,7 +42,7 @@ class SearchCommand:
     """Layouts to show."""
     compare: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Why not another: fields of a layout, such as tp=8,pp=2 (also dp, replicate, shard, sp, cp,
-    vp, zero, micro, recompute)."""
+    ep, vp, zero, micro, recompute)."""
     runnable: bool = False
     """Only what Paceline's own trainer runs: data-parallel strategies and ZeRO stages."""
     advice: bool = True
@@ -61,9 +64,12 @@ class SearchCommand:
         from paceline.planner.search.compare import compare
         from paceline.planner.search.search import search
 
-        shape = model_preset(self.model)
-        question = self.cluster.question(shape, self.devices, runnable=self.runnable)
-        costs, peak = self.cluster.costs(), self.cluster.peak_flops()
+        shape, experts = find_preset(self.model)
+        mixture = experts is not None
+        question = self.cluster.question(
+            shape, self.devices, experts=experts, runnable=self.runnable
+        )
+        costs, peak = self.cluster.costs(of_experts=mixture), self.cluster.peak_flops()
         tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
         result = search(question, costs, top=self.top, peak_flops=peak)
         runs = (
@@ -74,7 +80,8 @@ class SearchCommand:
         compared = [compare(each, result.best, question, costs, peak) for each in self.compare]
         changes: list[Change] = []
         if self.advice:
-            offered = variations(result.best, question, costs, self.cluster.lower_precision())
+            lower = self.cluster.lower_precision(of_experts=mixture)
+            offered = variations(result.best, question, costs, lower)
             changes = what_helps(result.best, question, offered)
         if self.output.json:
             self._print_json(result, runs, compared, changes)
@@ -96,6 +103,7 @@ class SearchCommand:
             held_devices=self.devices,
             price=self.cluster.price,
             device_interval_h=self.cluster.failure_interval_h,
+            experts=result.question.experts,
         )
 
     def _print_tables(

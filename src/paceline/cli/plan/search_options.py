@@ -8,7 +8,7 @@ from paceline.cli.plan.quantities import parse_batch_tokens
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import UsageError
 from paceline.core.hardware import Device
-from paceline.core.specs import DType, ModelShape
+from paceline.core.specs import DType, Experts, ModelShape
 from paceline.core.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -63,14 +63,19 @@ class ClusterOptions:
         return self.device_interval_h or LLAMA3_DEVICE_INTERVAL_H
 
     def question(
-        self, shape: ModelShape, num_devices: int, *, runnable: bool = False
+        self,
+        shape: ModelShape,
+        num_devices: int,
+        *,
+        experts: Experts | None = None,
+        runnable: bool = False,
     ) -> "SearchQuestion":
         """Returns what is searched."""
         from paceline.planner.calibrations.conventions import Conventions
         from paceline.planner.cost.framework_memory import PLAIN, find_framework_memory
         from paceline.planner.search.question import SearchQuestion, training_precision
 
-        calibration = self._calibration(self.precision)
+        calibration = self._calibration(self.precision, of_experts=experts is not None)
         conventions, beyond = Conventions(shards_context=False), PLAIN
         precision = training_precision(self.precision, autocast=runnable)
         if calibration is not None and not runnable:
@@ -84,6 +89,7 @@ class ClusterOptions:
             memory = parse_bytes(self.memory)
         return SearchQuestion(
             shape=shape,
+            experts=experts,
             precision=precision,
             conventions=conventions,
             framework_memory=beyond,
@@ -96,14 +102,14 @@ class ClusterOptions:
             runnable=runnable,
         )
 
-    def costs(self, precision: DType | None = None) -> "Costs":
+    def costs(self, precision: DType | None = None, *, of_experts: bool = False) -> "Costs":
         """Returns what devices and links reach with matmuls in a precision."""
         from paceline.planner.search.costs import assumed_costs, calibrated_costs
 
         dtype = precision or self.precision
-        calibration = self._calibration(dtype)
+        calibration = self._calibration(dtype, of_experts=of_experts)
         if calibration is None:
-            costs = assumed_costs(self.find(), dtype)
+            costs = assumed_costs(self.find(), dtype, of_experts=of_experts)
         else:
             costs = calibrated_costs(calibration)
         costs = costs.with_hosts(self.devices_per_host)
@@ -115,22 +121,28 @@ class ClusterOptions:
         """Returns the stated peak of matmuls."""
         return self.find().peak(self.precision).value
 
-    def lower_precision(self) -> "Costs | None":
+    def lower_precision(self, *, of_experts: bool = False) -> "Costs | None":
         """Returns the costs of matmuls in float8, where that is lower and devices have it."""
         is_lower = self.precision in ("bfloat16", "float16")
         if not is_lower or "float8" not in self.find().peak_flops:
             return None
         # Of a framework that was never measured in float8 nothing is known there.
-        has_own = self._calibration("float8") is not None or self._calibration("bfloat16") is None
-        return self.costs("float8") if has_own else None
+        in_float8, in_half = (
+            self._calibration(dtype, of_experts=of_experts) for dtype in ("float8", "bfloat16")
+        )
+        has_own = in_float8 is not None or in_half is None
+        return self.costs("float8", of_experts=of_experts) if has_own else None
 
-    def _calibration(self, dtype: DType) -> "FrameworkCalibration | None":
+    def _calibration(
+        self, dtype: DType, *, of_experts: bool = False
+    ) -> "FrameworkCalibration | None":
         """Returns what was measured; None where no run of the device and dtype is known."""
         from paceline.planner.calibrations.store import (
             find_calibration,
             known_calibrations,
             read_calibrations,
         )
+        from paceline.planner.search.costs import is_of_experts
 
         name = self.calibration
         if name is not None and name.endswith(".jsonl"):
@@ -149,5 +161,12 @@ class ClusterOptions:
             for each in known_calibrations()
             if (each.device, each.precision) == (self.device, dtype)
             and of_framework in (None, each.framework)
+            and is_of_experts(each) == of_experts
         ]
+        if name is not None and dtype == self.precision and not known:
+            kind = "mixtures of experts" if of_experts else "dense models"
+            raise UsageError(
+                f"--calibration {name}: no {kind} were measured on {self.device} with {dtype}; "
+                "leave it out, or make one of your own rows with paceline plan calibrate"
+            )
         return known[0] if known else None

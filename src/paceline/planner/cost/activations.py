@@ -27,6 +27,16 @@ recomputation the block's input only. torchtitan's selective recomputation saves
 every other matmul, which are those of query, value, gate and down, and attention's:
 e (2h + 2a + k + f) + 4n with the block's input, all but that input divided over tensor ranks.
 
+In a mixture f is the width that is active. A block with E experts, of which a token goes to j, also
+keeps, divided over tensor ranks with sequence parallelism:
+
+    inputs of experts, a copy for each          i j h
+    outputs of experts, which are weighted      e j h, none where the gate is fused: it weights
+    router: float32 probabilities and its map   5 E
+
+That is as much as a device sends away, and it receives as much where experts are loaded evenly.
+Latent attention also keeps what its projections go through, which is not counted.
+
 A pipeline of p stages has up to p micro-batches in flight, so that the first stage keeps as many
 blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
 them (Narayanan et al. 2021). With fewer micro-batches than that, only so many are there.
@@ -37,6 +47,7 @@ from typing import Any
 import numpy as np
 
 from paceline.accounting.explanation import Quantity
+from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 _FLOAT32_BYTES = 4
@@ -59,6 +70,9 @@ def block_bytes_per_token(
         + Quantity(matrix_bytes(workload), "matrices") / tensor
         + Quantity(scores, "scores") / tensor
     )
+    if workload.experts is not None:
+        routed = Quantity(routed_bytes(workload, workload.experts), "routed")
+        everything = everything + routed / split
     if workload.framework_memory.selective == "odd matmuls":
         saved = Quantity(odd_matmul_bytes(workload), "odd matmuls") / tensor
         is_selective = chosen == CHECKPOINTING["selective"]
@@ -100,6 +114,15 @@ def matrix_bytes(workload: Workload) -> int:
     # Attention's own backward needs its output in the compute dtype as well.
     again = product * shape.attention_width if product < size else 0
     return heads + sums + again + (before * size + product) * shape.d_ff
+
+
+def routed_bytes(workload: Workload, experts: Experts) -> Any:
+    """Returns what sending a token to experts keeps of it, in the mean block."""
+    copies = experts.experts_per_token * workload.shape.d_model
+    weighted = 0 if workload.framework_memory.fused else workload.compute_bytes
+    router = (_FLOAT32_BYTES + 1) * experts.num_experts
+    share = 1 - experts.num_dense_layers / workload.shape.num_layers
+    return share * ((_input_bytes(workload) + weighted) * copies + router)
 
 
 def _input_bytes(workload: Workload) -> int:

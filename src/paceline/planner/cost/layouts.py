@@ -61,7 +61,7 @@ class Layouts:
 
         checkpointing = [CHECKPOINTING[layout.activation_checkpointing] for layout in layouts]
         return cls(
-            **{field: numbers(field) for field in (*AXES, "pipeline_interleave")},
+            **{field: numbers(field) for field in (*AXES, "pipeline_interleave", "expert")},
             stage=np.array([SHARDING_STAGES[layout.sharding] for layout in layouts]),
             sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
             checkpointing=np.array(checkpointing),

@@ -21,15 +21,27 @@ The fullest stage of a pipeline has ceil(L / p) blocks and the embedding, or the
 L + 2 blocks divide evenly and L do not, both count as blocks, as in BLOOM and Llama 3: it has
 (L + 2) / p blocks, or one less and the embedding. What frameworks hold beyond all this is that of
 `paceline.planner.cost.framework_memory`; without one, nothing.
+
+A mixture has E experts in most of its blocks, of which a rank of x expert ranks holds E / x, each
+whole: tensor ranks do not divide them, as in Megatron with one expert tensor rank. The t c s / x
+ranks of s shards that hold the same experts are what a sharding stage divides them over:
+
+    experts           m h f E / x weights per block with experts, over t c s / x ranks
+    router            h E weights per block with experts, over the shards
+    all others        as above, without either of them (`paceline.planner.cost.experts`)
+
+The fullest stage has experts in all of its blocks, as far as the model has such blocks.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import operator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.accounting.explanation import Quantity
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.parameters import ParameterCount, count_parameters
 from paceline.planner.cost.activations import (
     block_bytes_per_token,
     blocks_in_flight,
@@ -37,6 +49,12 @@ from paceline.planner.cost.activations import (
     logit_bytes,
     recomputed_bytes,
     whole_sequence_bytes,
+)
+from paceline.planner.cost.experts import (
+    Experts,
+    expert_parameters,
+    other_parameters,
+    router_parameters,
 )
 from paceline.planner.cost.layouts import SHARDING_STAGES, Layouts, Workload
 
@@ -79,48 +97,58 @@ class LayoutMemory:
         return self.states.total + self.activations + self.working + self.framework
 
 
+class _Part(NamedTuple):
+    """Parameters that are divided alike."""
+
+    name: str
+    stage: Any
+    """Of the fullest pipeline stage, before anything divides them."""
+    block: Any
+    """Of one block, as far as fully sharded ranks gather them."""
+    ranks: Quantity
+    """Over which they are divided before any sharding."""
+    shards: Any
+    """Over which a sharding stage divides them further."""
+
+
 def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity]:
     """Returns the states of one device with their formulas, by field of `StateBytes`."""
-    counted = count_parameters(workload.shape)
-    stage = stage_parameters(layouts, workload)
-    held = stage / layouts.tensor
-    unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
-    largest = np.maximum(unit, counted.embedding)
+    counted = _counted(workload)
+    parts = _parts(layouts, workload, counted)
+    held = functools.reduce(operator.add, (part.stage / part.ranks.value for part in parts))
     at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
     shards = layouts.state_shards
     sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (shards > 1) & at_once
-    tensor = Quantity(layouts.tensor, "tensor")
-    name = "N" if np.all(layouts.pipeline == 1) else "N of the fullest stage"
     framework = workload.framework_memory
 
     def owned(size: int, divided: Any) -> Quantity:
-        parts = Quantity(np.where(divided, shards, 1), "shards")
-        return Quantity(stage, name) * Quantity(size, "bytes") / (tensor * parts)
+        sizes = (
+            Quantity(part.stage, part.name)
+            * Quantity(size, "bytes")
+            / (part.ranks * Quantity(np.where(divided, part.shards, 1), "shards"))
+            for part in parts
+        )
+        return functools.reduce(operator.add, sizes)
 
     away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (shards > 1)
-    gathered = np.minimum((2 * unit + largest) / layouts.tensor, held)
+    gathered, averaged_at_once = _units_in_flight(layouts, counted, parts)
+    gathered = np.minimum(gathered, held)
     if framework.stays_gathered:
         gathered = np.where(layouts.pipeline > 1, held, gathered)
-    precision = workload.precision
-    keeps_copies = precision.autocast and precision.compute != precision.parameters
-    copies = np.where(away, 0.0, counted.matmul if keeps_copies else 0.0)
     averaged = layouts.shard * layouts.replicate * layouts.context > 1
     in_flight = np.where(
         sharded,
-        np.minimum(_UNITS_REDUCED * largest / layouts.tensor, held),
+        np.minimum(averaged_at_once, held),
         held if workload.bucket_copies else 0.0,
     )
-    compute_bytes = Quantity(workload.compute_bytes, "bytes")
     return {
         "parameters": owned(workload.parameter_bytes, layouts.stage >= 3),
-        "weight_copies": Quantity(copies, "matrices")
-        * compute_bytes
-        / (tensor * Quantity(layouts.pipeline, "pipeline")),
+        "weight_copies": _weight_copies(layouts, workload, counted, parts, away),
         "gathered": Quantity(
             np.where(away, gathered, 0.0),
             "(2 blocks + the larger of block and embedding, at most all) / tensor",
         )
-        * compute_bytes,
+        * Quantity(workload.compute_bytes, "bytes"),
         "gradients": owned(workload.gradient_bytes + framework.low_gradient_bytes, sharded),
         "buckets": Quantity(np.where(averaged, in_flight, 0.0), "gradients while they are averaged")
         * Quantity(workload.reduction_bytes, "bytes"),
@@ -130,17 +158,90 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
     }
 
 
+def _parts(layouts: Layouts, workload: Workload, counted: ParameterCount) -> list[_Part]:
+    """Returns what tensor ranks divide, and of a mixture the experts and the routers as well."""
+    name = "N" if np.all(layouts.pipeline == 1) else "N of the fullest stage"
+    unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
+    tensor, shards = Quantity(layouts.tensor, "tensor"), layouts.state_shards
+    dense = _Part(name, stage_parameters(layouts, workload), unit, tensor, shards)
+    experts, shape = workload.experts, workload.shape
+    if experts is None:
+        return [dense]
+    blocks = blocks_with_experts(layouts, workload, experts)
+    routed = expert_parameters(experts, shape) * experts.num_experts
+    router = router_parameters(experts, shape)
+    ranks = Quantity(np.asarray(layouts.expert), "expert")
+    return [
+        dense,
+        _Part("experts", routed * blocks, routed, ranks, expert_shards(layouts)),
+        _Part("routers", router * blocks, router, Quantity(1, "no axis"), shards),
+    ]
+
+
+def _units_in_flight(
+    layouts: Layouts, counted: ParameterCount, parts: list[_Part]
+) -> tuple[Any, Any]:
+    """Returns what fully sharded ranks hold gathered on one device, and what they average."""
+    tensor, (dense, *others) = layouts.tensor, parts
+    if not others:
+        largest = np.maximum(dense.block, counted.embedding)
+        return (2 * dense.block + largest) / tensor, _UNITS_REDUCED * largest / tensor
+    unit = sum(part.block / part.ranks.value for part in parts)
+    largest = np.maximum(unit, counted.embedding / tensor)
+    return 2 * unit + largest, _UNITS_REDUCED * largest
+
+
+def _weight_copies(
+    layouts: Layouts, workload: Workload, counted: ParameterCount, parts: list[_Part], away: Any
+) -> Quantity:
+    """Returns the bytes of matrices in the compute dtype beside those in float32."""
+    precision = workload.precision
+    keeps_copies = precision.autocast and precision.compute != precision.parameters
+    size = Quantity(workload.compute_bytes, "bytes")
+    matrices = Quantity(np.where(away, 0.0, counted.matmul if keeps_copies else 0.0), "matrices")
+    copies = matrices * size / (parts[0].ranks * Quantity(layouts.pipeline, "pipeline"))
+    for part in parts[1:] if keeps_copies else ():
+        copies = copies + Quantity(np.where(away, 0.0, part.stage), part.name) * size / part.ranks
+    return copies
+
+
+def _counted(workload: Workload) -> ParameterCount:
+    """Counts the parameters that tensor ranks divide."""
+    if workload.experts is None:
+        return count_parameters(workload.shape)
+    return other_parameters(workload.experts, workload.shape)
+
+
 def stage_parameters(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the parameters of the fullest pipeline stage, all tensor ranks together."""
-    counted = count_parameters(workload.shape)
+    """Returns the parameters of the fullest stage, all tensor ranks together, without experts."""
+    counted = _counted(workload)
     blocks, stages = workload.shape.num_layers, layouts.pipeline
     ends = np.maximum(counted.embedding + counted.positions, counted.head)
     block = (counted.total - counted.embedding - counted.positions - counted.head) / blocks
     with_ends = (blocks + 2) // stages
     balanced = np.maximum(with_ends * block, (with_ends - 1) * block + ends)
-    is_balanced = ((blocks + 2) % stages == 0) & (blocks % stages != 0)
     plain = -(-blocks // stages) * block + ends
+    is_balanced = _ends_are_blocks(layouts, workload)
     return np.where(stages == 1, counted.total, np.where(is_balanced, balanced, plain))
+
+
+def _ends_are_blocks(layouts: Layouts, workload: Workload) -> Any:
+    """Whether stages divide evenly only with embedding and output layer as one block each."""
+    blocks, stages = workload.shape.num_layers, layouts.pipeline
+    return ((blocks + 2) % stages == 0) & (blocks % stages != 0)
+
+
+def blocks_with_experts(layouts: Layouts, workload: Workload, experts: Experts) -> Any:
+    """Returns how many blocks of the fullest stage have experts."""
+    blocks, stages = workload.shape.num_layers, layouts.pipeline
+    is_balanced = _ends_are_blocks(layouts, workload)
+    most = np.where(is_balanced, (blocks + 2) // stages, -(-blocks // stages))
+    return np.minimum(most, blocks - experts.num_dense_layers)
+
+
+def expert_shards(layouts: Layouts) -> Any:
+    """Returns the ranks that hold the same experts, which a sharding stage divides them over."""
+    return np.maximum(layouts.tensor * layouts.context * layouts.shard / layouts.expert, 1)
 
 
 def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:

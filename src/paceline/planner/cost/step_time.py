@@ -9,7 +9,7 @@ its m micro-batches, in L / p layers. Per layer and micro-batch:
                   Stored scores are also read and written: whichever takes longer, FLOPs or bytes
     memory        bytes of elementwise kernels over memory bandwidth (`memory_traffic`)
     launches      seconds per kernel that nothing hides, if any are given
-    tensor, context, stages   communication that every layer or stage waits for
+    tensor, context, expert, stages   communication that every layer or stage waits for
                   (`communication`)
 
 and per step
@@ -69,6 +69,8 @@ class StepTime:
     launch_s: Any
     tensor_s: Any
     context_s: Any
+    expert_s: Any
+    """Tokens on their way to experts and back."""
     stages_s: Any
     imbalance_s: Any
     bubble_s: Any
@@ -159,17 +161,19 @@ def step_quantities(
     kernels = Quantity(num_kernels(layouts, workload), "kernels")
     launch = kernels * _seconds(cluster.launch_s, "seconds each")
     tensor = _seconds(tensor_time_s(layouts, workload, spans), "collectives of the tensor axis")
+    waits, expert = tensor, _seconds(0.0, "no experts")
     if workload.experts is not None:
-        routed = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
-        tensor = tensor + _seconds(routed, "all-to-alls of the expert axis")
+        sent = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
+        routed = _seconds(sent, "all-to-alls of the expert axis")
+        waits, expert = tensor + routed, passes * layers * routed
     context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
     handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
 
     layer = matrices / flops_per_s + attention + tokens * moved / bandwidth
     # The host runs ahead of the device, so that only launches that take longer than all work show.
-    late = np.maximum(kernels.value * cluster.dispatch_s - (layer + tensor + context).value, 0.0)
+    late = np.maximum(kernels.value * cluster.dispatch_s - (layer + waits + context).value, 0.0)
     launch = launch + _seconds(late, "launches that take longer than the layer's work")
-    layer_s = (layer + launch + tensor + context).value
+    layer_s = (layer + launch + waits + context).value
     measured = _seconds(layer_s * (_cell_factor(layouts, workload, cluster) - 1), "cells")
     layer_s = layer_s + measured.value
     head_s = (head / flops_per_s + tokens * loss / bandwidth).value
@@ -189,6 +193,7 @@ def step_quantities(
         "launch_s": passes * layers * launch,
         "tensor_s": passes * layers * tensor,
         "context_s": passes * layers * context,
+        "expert_s": expert,
         "stages_s": passes * handed_on,
         "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
         "bubble_s": pipeline_bubble(stages, passes, interleave) * busy,

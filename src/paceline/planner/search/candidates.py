@@ -12,42 +12,37 @@ Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage
 ranks share in where the framework shards over them too; micro-batches that
 divide a rank's sequences; interleaved parts of a stage, where micro-batches come in whole rounds of
 p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation.
+
+A mixture of experts also has x expert ranks, which divide the number of experts and the t c s ranks
+of one stage that are not replicas of each other (t c d where nothing is sharded); t then divides
+shared and dense layers instead of experts, and always comes with sequence parallelism, as Megatron
+has it.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
+from paceline.planner.search.meshes import Mesh, divides_layers, divisors, expert_sizes, meshes
 from paceline.planner.search.question import SearchQuestion
 
 Array = npt.NDArray[Any]
 CHUNK = 65_536
 """Candidates that are evaluated at a time: few enough for arrays to stay in the cache."""
-_FIELDS = (
-    *("replicate", "shard", "stage", "micro_batch", "num_micro_batches", "pipeline_interleave"),
+_SHARDING_FIELDS = ("replicate", "shard", "stage")
+_PASS_FIELDS = ("micro_batch", "num_micro_batches", "pipeline_interleave")
+_OTHER_FIELDS = (
+    *_PASS_FIELDS,
     *("sequence_parallel", "checkpointing", "tensor", "context", "pipeline"),
 )
-_LAYOUT_FIELDS = tuple(field for field in _FIELDS if "micro" not in field)
+_FIELDS = (*_SHARDING_FIELDS, *_OTHER_FIELDS)
+_MIXTURE_FIELDS = (*_SHARDING_FIELDS, "expert", *_OTHER_FIELDS)
 _RUNNABLE_CHECKPOINTING = (CHECKPOINTING["none"], CHECKPOINTING["full"])
-
-
-class Mesh(NamedTuple):
-    """Sizes of the axes that decide which groups of ranks there are."""
-
-    tensor: int
-    context: int
-    pipeline: int
-    data: int
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all axes together."""
-        return self.tensor * self.context * self.pipeline * self.data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +58,15 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.micro_batch)
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the arrays; only mixtures have expert ranks."""
+        return _MIXTURE_FIELDS if np.ndim(self.layouts.expert) else _FIELDS
+
     def take(self, chosen: Array) -> "Candidates":
         """Returns those at these places, or where a mask is true."""
-        fields = {name: getattr(self.layouts, name)[chosen] for name in _LAYOUT_FIELDS}
+        names = (name for name in self.fields if "micro" not in name)
+        fields = {name: getattr(self.layouts, name)[chosen] for name in names}
         return Candidates(
             layouts=dataclasses.replace(self.layouts, **fields),
             micro_batch=self.micro_batch[chosen],
@@ -84,13 +85,14 @@ class Candidates:
         """One column per candidate, from which `candidates_of` makes them again."""
         batch = {"micro_batch": self.micro_batch, "num_micro_batches": self.num_micro_batches}
         return np.stack(
-            [batch[name] if name in batch else getattr(self.layouts, name) for name in _FIELDS]
+            [batch[name] if name in batch else getattr(self.layouts, name) for name in self.fields]
         ).astype(np.int64)
 
 
 def candidates_of(columns: Array, question: SearchQuestion) -> Candidates:
     """Makes candidates of columns of numbers."""
-    fields = dict(zip(_FIELDS, columns, strict=True))
+    names = _FIELDS if question.experts is None else _MIXTURE_FIELDS
+    fields = dict(zip(names, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
     fields["sequence_parallel"] = fields["sequence_parallel"].astype(bool)
     layouts = Layouts(**fields, shards_context=question.conventions.shards_context)
@@ -118,7 +120,8 @@ def _filled(
     question: SearchQuestion, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
 ) -> Candidates:
     """Makes the candidates of several meshes: every combination of what varies on each."""
-    columns = np.empty((len(_FIELDS), size), dtype=np.int64)
+    num_fields = len(_FIELDS if question.experts is None else _MIXTURE_FIELDS)
+    columns = np.empty((num_fields, size), dtype=np.int64)
     begin = 0
     for mesh, parts in blocks:
         sizes = tuple(part.shape[1] for part in parts)
@@ -134,72 +137,12 @@ def _filled(
     return candidates_of(columns, question)
 
 
-def meshes(question: SearchQuestion) -> Iterator[Mesh]:
-    """Yields every mesh that divides heads, layers, sequences, batch and devices."""
-    least = question.least_used * question.num_devices
-    host = question.devices_per_host if question.num_devices >= question.devices_per_host else 1
-    for tensor in _sizes(question, "tensor", tensor_sizes(question)):
-        for context in _sizes(question, "context", context_sizes(question)):
-            for pipeline in _sizes(question, "pipeline", pipeline_sizes(question)):
-                for data in _sizes(question, "data_parallel", divisors(question.global_batch)):
-                    mesh = Mesh(tensor, context, pipeline, data)
-                    used = mesh.num_devices
-                    if least <= used <= question.num_devices and used % host == 0:
-                        yield mesh
-
-
-def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the tensor ranks that divide every matrix of the model."""
-    shape = question.shape
-    return (
-        ()
-        if question.runnable
-        else divisors(math.gcd(shape.num_heads, shape.key_value_heads, shape.d_ff))
-    )
-
-
-def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the context ranks over which a sequence is divided evenly."""
-    if question.runnable or not question.shape.num_heads:
-        return ()
-    length = question.context_length
-    return tuple(size for size in divisors(length) if size == 1 or length % (2 * size) == 0)
-
-
-def pipeline_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the stages over which the layers are divided evenly."""
-    layers = question.shape.num_layers
-    return (
-        ()
-        if question.runnable
-        else tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
-    )
-
-
-def divides_layers(num_layers: int, stages: int) -> bool:
-    """Whether stages divide the layers, with or without embedding and output layer as layers."""
-    return num_layers % stages == 0 or (num_layers + 2) % stages == 0
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Returns what divides a number, the smallest first."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return tuple(small + [number // each for each in reversed(small) if each * each != number])
-
-
-def _sizes(question: SearchQuestion, field: str, sizes: Sequence[int]) -> Sequence[int]:
-    """Returns the sizes of an axis, 1 if there are none, as far as they are not given."""
-    sizes = sizes or (1,)
-    fixed = question.fixed.get(field)
-    return sizes if fixed is None else tuple(size for size in sizes if size == fixed)
-
-
 class _Variants:
     """What varies on a mesh; meshes with the same axis sizes share it."""
 
     def __init__(self, question: SearchQuestion) -> None:
         self._question = question
-        self._shardings: dict[tuple[int, bool], Array] = {}
+        self._shardings: dict[tuple[int, ...], Array] = {}
         self._passes: dict[tuple[int, int], Array] = {}
         kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
         self._recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
@@ -207,14 +150,14 @@ class _Variants:
     def of(self, mesh: Mesh) -> tuple[Array, ...]:
         """Returns ways to shard, to cut the batch, to split norms and to recompute."""
         question = self._question
-        ranks = (mesh.data, mesh.context > 1)
+        ranks: tuple[int, ...] = (mesh.data, mesh.context > 1)
+        if question.experts is not None:
+            ranks = (mesh.data, mesh.context, mesh.tensor)
         if ranks not in self._shardings:
-            fields = ("replicate", "shard", "stage")
-            self._shardings[ranks] = _allowed(question, _shardings(question, mesh), fields)
+            self._shardings[ranks] = _sharded(question, mesh)
         key = (mesh.data, mesh.pipeline)
         if key not in self._passes:
-            names = ("micro_batch", "num_micro_batches", "pipeline_interleave")
-            self._passes[key] = _allowed(question, _passes(question, mesh), names)
+            self._passes[key] = _allowed(question, _passes(question, mesh), _PASS_FIELDS)
         streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
         return self._shardings[ranks], self._passes[key], streams, self._recomputed
 
@@ -230,6 +173,17 @@ def _allowed(
     ]
     kept = [row for row in rows if all(agrees(row) for agrees in given)]
     return np.array(kept, dtype=np.int64).reshape(-1, len(fields)).T
+
+
+def _sharded(question: SearchQuestion, mesh: Mesh) -> Array:
+    """Returns the ways to shard, each with every number of expert ranks where there are experts."""
+    rows = _shardings(question, mesh)
+    if question.experts is None:
+        return _allowed(question, rows, _SHARDING_FIELDS)
+    with_experts = [
+        (*row, expert) for row in rows for expert in expert_sizes(question.experts, mesh, row)
+    ]
+    return _allowed(question, with_experts, (*_SHARDING_FIELDS, "expert"))
 
 
 def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
@@ -265,4 +219,6 @@ def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
 def _streams(question: SearchQuestion, mesh: Mesh) -> list[tuple[int]]:
     """Returns whether norms and residuals are split, where they can be."""
     divides = question.context_length // mesh.context % mesh.tensor == 0
+    if question.experts is not None and mesh.tensor > 1:
+        return [(1,)] if divides else []
     return [(0,), (1,)] if mesh.tensor > 1 and divides else [(0,)]

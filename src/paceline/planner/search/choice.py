@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paceline.accounting.flops import flops_per_token
 from paceline.core.plan import ActivationCheckpointing, Estimate, ParallelLayout, Sharding
 from paceline.core.specs import BatchShape
+from paceline.planner.cost.experts import model_flops_per_token
 from paceline.planner.cost.layouts import SHARDING_STAGES
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
@@ -24,6 +24,7 @@ BOUNDS = {
     "launch_s": "kernel launches",
     "tensor_s": "tensor communication",
     "context_s": "context communication",
+    "expert_s": "expert communication",
     "stages_s": "pipeline communication",
     "bubble_s": "pipeline bubble",
     "imbalance_s": "stage imbalance",
@@ -32,7 +33,7 @@ BOUNDS = {
     "measured_s": "what runs of such sizes took beyond the formulas",
 }
 """What each term of a step's time is called."""
-_COMMUNICATION = ("tensor_s", "context_s", "stages_s", "data_s", "expert_s")
+_COMMUNICATION = ("tensor_s", "context_s", "expert_s", "stages_s", "data_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,8 @@ def layout_name(layout: ParallelLayout, batch: BatchShape) -> str:
         parts.append(f"tp {layout.tensor}{'+sp' if layout.sequence_parallel else ''}")
     if layout.context > 1:
         parts.append(f"cp {layout.context}")
+    if layout.expert > 1:
+        parts.append(f"ep {layout.expert}")
     if layout.pipeline > 1:
         interleave = layout.pipeline_interleave
         parts.append(f"pp {layout.pipeline}{f'x{interleave}' if interleave > 1 else ''}")
@@ -150,7 +153,7 @@ def choices(
         "working": spread(memory.working),
         "framework": spread(memory.framework),
     }
-    per_token = flops_per_token(question.shape, question.context_length).model
+    per_token = model_flops_per_token(question.shape, question.experts, question.context_length)
     flops = per_token * question.tokens_per_step
     devices = candidates.num_devices
     found = []
@@ -192,6 +195,7 @@ def layout_at(candidates: Candidates, place: int) -> ParallelLayout:
         tensor=int(layouts.tensor[place]),
         pipeline=int(layouts.pipeline[place]),
         context=int(layouts.context[place]),
+        expert=int(layouts.expert[place]) if np.ndim(layouts.expert) else 1,
         sharding=_SHARDINGS[int(layouts.stage[place])],
         sequence_parallel=bool(layouts.sequence_parallel[place]),
         pipeline_interleave=int(layouts.pipeline_interleave[place]),

@@ -22,6 +22,8 @@ _OF_BANDWIDTH = 0.7
 _NETWORK_BYTES_PER_S = 50 * GB
 _HOST_HOP_S, _NETWORK_HOP_S = 5e-6, 1e-5
 _LOW, _HIGH = 0.7, 1.5
+_OF_PEAK_WITH_EXPERTS = 0.3
+_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS = 0.5, 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,21 @@ def calibrated_costs(calibration: FrameworkCalibration) -> Costs:
     )
 
 
-def assumed_costs(device: Device, dtype: DType, devices_per_host: int = 8) -> Costs:
-    """Returns costs from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s."""
+def is_of_experts(calibration: FrameworkCalibration) -> bool:
+    """Whether a calibration was fitted to mixtures of experts, whose matmuls are smaller."""
+    return calibration.name.startswith(f"{calibration.framework}-experts-")
+
+
+def assumed_costs(
+    device: Device, dtype: DType, devices_per_host: int = 8, *, of_experts: bool = False
+) -> Costs:
+    """Returns costs from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s.
+
+    Matmuls of experts are small, and reach half of that.
+    """
+    share = _OF_PEAK_WITH_EXPERTS if of_experts else _OF_PEAK
+    low, high = (_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS) if of_experts else (_LOW, _HIGH)
+    kind, off = ("of experts ", "a factor of two") if of_experts else ("", "a third")
     host = Tier(
         name="host",
         num_devices=devices_per_host,
@@ -81,13 +96,14 @@ def assumed_costs(device: Device, dtype: DType, devices_per_host: int = 8) -> Co
     return Costs(
         name="assumed",
         cluster=Cluster(
-            flops_per_s=_OF_PEAK * device.peak(dtype).value,
+            flops_per_s=share * device.peak(dtype).value,
             memory_bytes_per_s=_OF_BANDWIDTH * device.memory_bytes_per_s.value,
             tiers=Tiers((host, network)),
         ),
         hidden=1.0,
-        interval=lambda layouts, workload: (_LOW, _HIGH),
+        interval=lambda layouts, workload: (low, high),
         outside=lambda layouts, workload: (),
-        note=f"no calibration for {device.name}: 60% of its stated peak, 70% of its memory "
-        "bandwidth and 400 Gbit/s between hosts are assumed, and may be off by a third",
+        note=f"no calibration {kind}for {device.name}: {share:.0%} of its "
+        "stated peak, 70% of its memory bandwidth and 400 Gbit/s between hosts are assumed, and "
+        f"may be off by {off}",
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import UsageError, did_you_mean
-from paceline.core.specs import DType, ModelShape, Precision, require_at_least
+from paceline.core.specs import DType, Experts, ModelShape, Precision, require_at_least
 from paceline.planner.calibrations.conventions import Conventions
 from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
 from paceline.planner.cost.layouts import CHECKPOINTING, Workload
@@ -21,6 +21,7 @@ SHORT_NAMES = {
     "tp": "tensor",
     "sp": "sequence_parallel",
     "cp": "context",
+    "ep": "expert",
     "pp": "pipeline",
     "vp": "pipeline_interleave",
     "zero": "stage",
@@ -35,6 +36,7 @@ class SearchQuestion:
     """Which layout trains this model fastest on these devices."""
 
     shape: ModelShape
+    """Of a mixture of experts, `d_ff` is the width that is active."""
     precision: Precision
     context_length: int
     """Tokens of a sequence."""
@@ -45,6 +47,8 @@ class SearchQuestion:
     memory_bytes: float
     """What one device may hold at the peak of a step."""
     devices_per_host: int = 8
+    experts: Experts | None = None
+    """What replaces the feed-forward layers of a mixture; None for a dense model."""
     float8_matmuls: bool = False
     """Whether matmuls are in float8, below the dtype that `precision` computes in."""
     runnable: bool = False
@@ -65,6 +69,16 @@ class SearchQuestion:
         require_at_least(self, 1, "devices_per_host")
         if not self.memory_bytes > 0:
             raise UsageError(f"SearchQuestion.memory_bytes is {self.memory_bytes}; give some")
+        if self.experts is not None and self.runnable:
+            raise UsageError(
+                "paceline train has no mixtures of experts, so that nothing of one is runnable; "
+                "search without --runnable, or a dense model"
+            )
+        if self.experts is None and self.fixed.get("expert", 1) != 1:
+            raise UsageError(
+                f"ep={self.fixed['expert']}: the model has no experts to divide; leave ep out, or "
+                "search a mixture of experts"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -81,6 +95,7 @@ class SearchQuestion:
             num_micro_batches=num_micro_batches,
             **{name: getattr(self.conventions, name) for name in _CONVENTIONS},
             framework_memory=self.framework_memory,
+            experts=self.experts,
         )
 
 

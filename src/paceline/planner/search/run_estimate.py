@@ -6,8 +6,8 @@ is `paceline.planner.goodput`'s closed form. Devices that a layout leaves idle a
 
 import dataclasses
 
-from paceline.accounting.parameters import count_parameters
-from paceline.core.specs import ModelShape
+from paceline.core.specs import Experts, ModelShape
+from paceline.planner.cost.experts import all_parameters
 from paceline.planner.goodput.constants import CONSTANTS, LLAMA3_DEVICE_INTERVAL_H
 from paceline.planner.goodput.formula import DAY_S, HOUR_S
 from paceline.planner.goodput.options import options
@@ -48,6 +48,7 @@ def estimate_run(
     held_devices: int,
     price: float | None = None,
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
+    experts: Experts | None = None,
 ) -> RunEstimate:
     """Returns what a run takes, with or without spare hosts, whichever costs fewer device-hours.
 
@@ -58,12 +59,13 @@ def estimate_run(
         held_devices: Devices that are held.
         price: Of one device-hour, in any currency.
         device_interval_h: Mean hours between two failures of one device.
+        experts: Those of a mixture, all of which are saved.
     """
     step_s = choice.step_time_s.value
     tokens_per_step = choice.tokens_per_s * step_s
     steps = max(1, round(tokens / tokens_per_step))
     training_s = tokens / choice.tokens_per_s
-    saved = count_parameters(shape).total * _SAVED_BYTES_PER_PARAMETER
+    saved = all_parameters(shape, experts) * _SAVED_BYTES_PER_PARAMETER
     constants = dataclasses.replace(
         CONSTANTS["cluster"], step_s=step_s, state_bytes_per_device=saved / choice.devices
     )

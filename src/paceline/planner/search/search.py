@@ -1,8 +1,8 @@
 """The fastest layouts, exactly: every candidate is evaluated, and nothing is sampled or guessed.
 
 Chunk by chunk: memory first, step time of what fits, and of that the best of every mesh (tensor,
-context and pipeline ranks; of our own trainer, of every ZeRO stage), so that the answer shows
-different layouts and not variants of one.
+context, pipeline and expert ranks; of our own trainer, of every ZeRO stage), so that the answer
+shows different layouts and not variants of one.
 What is kept does not grow with the number of candidates. Of layouts that take equally long the one
 that holds less wins, then the one with fewer techniques.
 """
@@ -19,15 +19,10 @@ from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.search.candidates import (
-    Array,
-    Candidates,
-    candidate_chunks,
-    candidates_of,
-    meshes,
-)
+from paceline.planner.search.candidates import Array, Candidates, candidate_chunks, candidates_of
 from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
 from paceline.planner.search.costs import Costs
+from paceline.planner.search.meshes import meshes
 from paceline.planner.search.question import SearchQuestion, describe_fixed
 
 _TIE_DIGITS = 9
@@ -146,12 +141,14 @@ def _keep(
     techniques = (
         *(memory, layouts.checkpointing, layouts.stage, layouts.pipeline_interleave),
         *(layouts.sequence_parallel, layouts.shard),
+        *(() if question.experts is None else (layouts.expert,)),
     )
     order = np.lexsort((*reversed(techniques), rounded))
     columns = fitting.columns
     shown = [layouts.tensor, layouts.context, layouts.pipeline]
     # Our own trainer has one mesh: there the ZeRO stages are what differs.
     shown += [layouts.stage] if question.runnable else []
+    shown += [] if question.experts is None else [layouts.expert]
     kinds = np.stack(shown)[:, order]
     _, firsts = np.unique(kinds, axis=1, return_index=True)
     for first in firsts:
@@ -167,11 +164,14 @@ def _raise_none(
 ) -> None:
     """Says why there is no layout, and what would make one."""
     given = f" with {describe_fixed(question.fixed)}" if question.fixed else ""
+    heads = f"{question.shape.num_heads} heads"
+    if question.experts is not None:
+        heads += f", {question.experts.num_experts} experts"
     if smallest is None:
         raise NoLayoutError(
             f"no layout of {question.num_devices:,} devices{given} divides "
             f"{question.global_batch:,} sequences of {question.context_length:,} tokens, "
-            f"{question.shape.num_layers} layers and {question.shape.num_heads} heads; "
+            f"{question.shape.num_layers} layers and {heads}; "
             f"{_divisible(question)}"
         )
     least_bytes, column = smallest

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.core import ModelShape, find_device
 from paceline.core.plan import ParallelLayout
+from paceline.core.specs import Experts
 from paceline.planner.cost.layouts import Layouts
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
@@ -20,6 +21,8 @@ COSTS = assumed_costs(H100, "bfloat16")
 SHAPE = ModelShape(
     vocab_size=1000, d_model=512, d_ff=1536, num_layers=4, num_heads=8, num_kv_heads=4
 )
+MIXTURE = Experts(num_experts=12, experts_per_token=2, width=384, shared_width=768)
+"""Of which a token meets 1536 of width, as in the shape."""
 
 
 def question(**changes: Any) -> SearchQuestion:
@@ -45,12 +48,16 @@ def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float,
         host = min(asked.devices_per_host, asked.num_devices)
         if not least <= used <= asked.num_devices or used % host or asked.global_batch % data:
             continue
-        if any(number % tensor for number in (shape.num_heads, shape.key_value_heads, shape.d_ff)):
+        widths: tuple[int, ...] = (shape.d_ff,)
+        if asked.experts is not None:
+            widths = (asked.experts.shared_width, asked.experts.dense_width)
+        if any(number % tensor for number in (shape.num_heads, shape.key_value_heads, *widths)):
             continue
         if context > 1 and asked.context_length % (2 * context):
             continue
-        for passes, interleave, stage, stream, checkpointing in itertools.product(
-            range(1, asked.global_batch // data + 1), range(1, 4), range(4), (False, True), range(3)
+        for passes, interleave, stage, stream, checkpointing, expert in itertools.product(
+            *(range(1, asked.global_batch // data + 1), range(1, 4), range(4), (False, True)),
+            *(range(3), range(1, tensor * context * data + 1)),
         ):
             layers = (shape.num_layers, shape.num_layers + 2)
             if asked.global_batch // data % passes or (stage > 0) != (shard > 1):
@@ -65,12 +72,22 @@ def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float,
                 continue
             if stream and (tensor == 1 or asked.context_length // context % tensor):
                 continue
+            if asked.experts is None:
+                if expert > 1:
+                    continue
+            elif (
+                asked.experts.num_experts % expert
+                or tensor * context * (shard if stage else data) % expert
+                or stream != (tensor > 1)
+            ):
+                continue
             layout = ParallelLayout(
                 replicate=replicate,
                 shard=shard,
                 tensor=tensor,
                 context=context,
                 pipeline=pipeline,
+                expert=expert,
                 pipeline_interleave=interleave,
                 sharding=("none", "optimizer", "gradients", "parameters")[stage],  # type: ignore[arg-type]
                 sequence_parallel=stream,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.core import ModelShape
 from paceline.planner.calibrations.conventions import Conventions
-from paceline.planner.search.candidates import candidate_chunks, candidates_of, divisors
+from paceline.planner.search.candidates import candidate_chunks, candidates_of
+from paceline.planner.search.meshes import divisors
 from paceline.planner.search.question import SearchQuestion
 from tests.unit.planner.search.search_cases import oracle, question
 

@@ -3,11 +3,14 @@
 ZeRO-1 is its distributed optimizer; ZeRO-2 and 3 are its own FSDP. A distributed optimizer has one
 instance per replica, and divides states over data and context ranks together. What Megatron does
 otherwise than the layout says comes back as notes.
+
+Experts are divided whole over expert ranks (an expert tensor size of 1), by all-to-all. The widths
+of latent attention are not part of a shape, so that its flags are left to whoever has them.
 """
 
 from collections.abc import Iterator
 
-from paceline.core.specs import ModelShape
+from paceline.core.specs import Experts, ModelShape
 from paceline.planner.cost.layouts import SHARDING_STAGES
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.question import SearchQuestion
@@ -18,9 +21,10 @@ _FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 def megatron_flags(choice: Choice, question: SearchQuestion) -> list[str]:
     """Returns one flag with its value per entry."""
     return [
-        *_model_flags(question.shape, question.context_length),
+        *_model_flags(question),
         *_batch_flags(choice, question),
         *_mesh_flags(choice, question.shape.num_layers),
+        *_expert_flags(choice, question),
         *_sharding_flags(choice),
         *_recomputation_flags(choice),
     ]
@@ -32,19 +36,29 @@ def megatron_notes(choice: Choice, question: SearchQuestion) -> tuple[str, ...]:
     vocab, tensor = question.shape.vocab_size, choice.layout.tensor
     if vocab % (128 * tensor):
         notes.append(f"Megatron pads the vocabulary of {vocab:,} to a multiple of {128 * tensor}")
+    if _has_latent_attention(question.experts):
+        notes.append(
+            "latent attention: add --multi-latent-attention and its ranks and head widths "
+            "(--q-lora-rank, --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim, --v-head-dim)"
+        )
+    if question.experts is not None:
+        notes.append("how the router scores and balances is Megatron's default: see --moe-router-*")
     return tuple(notes)
 
 
-def _model_flags(shape: ModelShape, context_length: int) -> Iterator[str]:
+def _has_latent_attention(experts: Experts | None) -> bool:
+    return experts is not None and experts.attention_parameters is not None
+
+
+def _model_flags(question: SearchQuestion) -> Iterator[str]:
+    shape, experts, context_length = question.shape, question.experts, question.context_length
     yield f"--num-layers {shape.num_layers}"
     yield f"--hidden-size {shape.d_model}"
-    yield f"--ffn-hidden-size {shape.d_ff}"
+    width = shape.d_ff if experts is None else experts.dense_width or experts.width
+    yield f"--ffn-hidden-size {width}"
     yield f"--num-attention-heads {shape.num_heads}"
-    if shape.head_dim is not None:
-        yield f"--kv-channels {shape.head_dim}"
-    if shape.key_value_heads != shape.num_heads:
-        yield "--group-query-attention"
-        yield f"--num-query-groups {shape.key_value_heads}"
+    if not _has_latent_attention(experts):
+        yield from _head_flags(shape)
     yield f"--seq-length {context_length}"
     yield f"--max-position-embeddings {max(context_length, shape.max_context_length)}"
     if shape.feed_forward == "swiglu":
@@ -58,6 +72,14 @@ def _model_flags(shape: ModelShape, context_length: int) -> Iterator[str]:
         yield "--disable-bias-linear"
     if not shape.tied_embeddings:
         yield "--untie-embeddings-and-output-weights"
+
+
+def _head_flags(shape: ModelShape) -> Iterator[str]:
+    if shape.head_dim is not None:
+        yield f"--kv-channels {shape.head_dim}"
+    if shape.key_value_heads != shape.num_heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {shape.key_value_heads}"
 
 
 def _batch_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
@@ -84,6 +106,24 @@ def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:
         # The layers divide evenly only with the embedding and the output layer as one each.
         yield "--account-for-embedding-in-pipeline-split"
         yield "--account-for-loss-in-pipeline-split"
+
+
+def _expert_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
+    experts = question.experts
+    if experts is None:
+        return
+    yield f"--num-experts {experts.num_experts}"
+    yield f"--moe-router-topk {experts.experts_per_token}"
+    yield f"--moe-ffn-hidden-size {experts.width}"
+    if experts.shared_width:
+        yield f"--moe-shared-expert-intermediate-size {experts.shared_width}"
+    if experts.num_dense_layers:
+        others = question.shape.num_layers - experts.num_dense_layers
+        yield f"--moe-layer-freq ([0]*{experts.num_dense_layers}+[1]*{others})"
+    yield f"--expert-model-parallel-size {choice.layout.expert}"
+    yield "--expert-tensor-parallel-size 1"
+    yield "--moe-token-dispatcher-type alltoall"
+    yield "--moe-grouped-gemm"
 
 
 def _sharding_flags(choice: Choice) -> Iterator[str]:

@@ -32,4 +32,5 @@ def paceline_plan(choice: Choice, question: SearchQuestion, hardware: str) -> Pl
         layout=choice.layout,
         hardware=hardware,
         predictions=predictions,
+        experts=question.experts,
     )

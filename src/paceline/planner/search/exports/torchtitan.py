@@ -4,6 +4,9 @@ torchtitan shards with FSDP2: parameters that are gathered for every pass are Ze
 that stay gathered after forward come nearest to ZeRO-2, and there is nothing below that. Its tensor
 parallelism always splits norms and residuals, too. A batch of several micro-batches is accumulated,
 or, with pipeline stages, cut into micro-batches. What differs from the layout stands in comments.
+
+Its expert ranks are whole groups of context and tensor ranks (`expert_tensor_parallel_degree` 1)
+that divide those of the shards. Mixtures that it has no model of, and other expert ranks, are refused.
 """
 
 from collections.abc import Iterator
@@ -14,6 +17,12 @@ from paceline.planner.search.question import SearchQuestion
 
 _FLAVORS = {(32, 4096): "8B", (80, 8192): "70B", (126, 16384): "405B"}
 """Layers and width of the models that torchtitan calls by name."""
+_MIXTURES = {
+    (48, 2048, 128): ("qwen3", "30B-A3B"),
+    (94, 4096, 128): ("qwen3", "235B-A22B"),
+    (61, 7168, 256): ("deepseek_v3", "671B"),
+}
+"""Layers, width and experts of its mixtures, with model and flavor."""
 
 
 def torchtitan_config(choice: Choice, question: SearchQuestion) -> str:
@@ -22,6 +31,28 @@ def torchtitan_config(choice: Choice, question: SearchQuestion) -> str:
     for section, values in _sections(choice, question):
         lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values)]
     return "\n".join(lines) + "\n"
+
+
+def torchtitan_refusal(choice: Choice, question: SearchQuestion) -> str | None:
+    """Returns why there is no config of a layout; None where there is one."""
+    experts, layout = question.experts, choice.layout
+    if experts is None:
+        return None
+    if _mixture(question) is None:
+        return "torchtitan has no model of this mixture of experts"
+    group = layout.context * layout.tensor
+    if layout.expert > 1 and (layout.expert % group or group * layout.shard % layout.expert):
+        return (
+            f"torchtitan has no {layout.expert} expert ranks here: it wants a multiple of {group} "
+            f"(context x tensor) that divides {group * layout.shard} (with shards)"
+        )
+    return None
+
+
+def _mixture(question: SearchQuestion) -> tuple[str, str] | None:
+    shape, experts = question.shape, question.experts
+    assert experts is not None
+    return _MIXTURES.get((shape.num_layers, shape.d_model, experts.num_experts))
 
 
 def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
@@ -34,7 +65,12 @@ def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
     if layout.tensor > 1 and not layout.sequence_parallel:
         notes.append("torchtitan's tensor parallelism is always sequence parallel as well")
     shape = question.shape
-    if (shape.num_layers, shape.d_model) not in _FLAVORS:
+    if question.experts is not None:
+        if question.float8_matmuls:
+            notes.append("float8 of experts has a converter of its own in torchtitan: not set here")
+        if layout.expert == 1 and layout.tensor > 1:
+            notes.append("with one expert rank torchtitan splits each expert over tensor ranks")
+    elif (shape.num_layers, shape.d_model) not in _FLAVORS:
         notes.append("torchtitan has no model of this name: register its dimensions as a flavor")
     return notes
 
@@ -44,9 +80,11 @@ def _sections(
 ) -> Iterator[tuple[str, list[tuple[str, object]]]]:
     layout, batch, shape = choice.layout, choice.batch, question.shape
     stages = layout.pipeline
-    flavor = _FLAVORS.get((shape.num_layers, shape.d_model), "custom")
+    model = ("llama3", _FLAVORS.get((shape.num_layers, shape.d_model), "custom"))
+    if question.experts is not None:
+        model = _mixture(question) or model
     converters = [("converters", ["float8"])] if question.float8_matmuls else []
-    yield "model", [("name", "llama3"), ("flavor", flavor), *converters]
+    yield "model", [("name", model[0]), ("flavor", model[1]), *converters]
     passes = batch.accumulation_steps if stages > 1 else 1
     yield (
         "training",
@@ -67,6 +105,11 @@ def _sections(
         ("context_parallel_degree", layout.context),
         ("pipeline_parallel_degree", stages),
     ]
+    if question.experts is not None:
+        axes += [
+            ("expert_parallel_degree", layout.expert),
+            ("expert_tensor_parallel_degree", 1),
+        ]
     if stages > 1:
         interleaved = layout.pipeline_interleave > 1
         parts = stages * layout.pipeline_interleave

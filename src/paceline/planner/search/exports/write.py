@@ -5,7 +5,7 @@ import pathlib
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.exports.megatron import megatron_flags, megatron_notes
 from paceline.planner.search.exports.paceline_plan import paceline_plan
-from paceline.planner.search.exports.torchtitan import torchtitan_config
+from paceline.planner.search.exports.torchtitan import torchtitan_config, torchtitan_refusal
 from paceline.planner.search.question import SearchQuestion
 from paceline.records import encode_plan
 
@@ -30,6 +30,8 @@ def write_exports(
 ) -> list[pathlib.Path]:
     """Writes what starts a layout, and returns the files.
 
+    A config that torchtitan could not take is left out; the commands say why.
+
     Args:
         directory: Where to; made if it is not there.
         choice: The layout.
@@ -45,16 +47,20 @@ def write_exports(
     }
     if is_runnable:
         programs = {"Paceline": "-m paceline train run.toml --plan plan.json", **programs}
+    refusal = torchtitan_refusal(choice, question)
+    if refusal is not None:
+        del programs["torchtitan"]
     commands = [
         f"# {name}\n{torchrun_line(choice, question.devices_per_host, program)}\n"
         for name, program in programs.items()
-    ]
+    ] + ([] if refusal is None else [f"# {refusal}\n"])
     texts = {
         "plan.json": encode_plan(paceline_plan(choice, question, hardware)).decode() + "\n",
-        "torchtitan.toml": torchtitan_config(choice, question),
         "megatron.args": "\n".join([f"# {choice.name}", *notes, *flags]) + "\n",
         "commands.sh": "\n".join(commands),
     }
+    if refusal is None:
+        texts["torchtitan.toml"] = torchtitan_config(choice, question)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in texts.items():
