@@ -17,13 +17,24 @@ from paceline.reports.tables.planning.validation import ablation_table, accuracy
 from paceline.reports.tables.table import Table
 
 
-def plan_tables(searches: Sequence[Record], speeds: Sequence[Record]) -> dict[str, Table]:
+def plan_tables(
+    searches: Sequence[Record], speeds: Sequence[Record], mixtures: Sequence[Record]
+) -> dict[str, Table]:
     """Returns the tables by name."""
     return {
         "plan-search": layouts_table(_study(searches, "example")),
-        "plan-search-nvidia": recipes_table(_study(searches, "NVIDIA")),
+        "plan-search-nvidia": recipes_table(
+            _study(searches, "NVIDIA"),
+            "NeMo's published recipes on H100s, and what the search finds for the same batch",
+        ),
         "plan-search-llama3": published_table(_study(searches, "Llama 3")),
         "plan-search-100000": batches_table(_study(searches, "100,000 devices")),
+        "plan-search-experts": layouts_table(_study(mixtures, "experts")),
+        "plan-search-experts-nvidia": recipes_table(
+            _study(mixtures, "experts, NVIDIA"),
+            "Megatron-Bridge's published recipes for mixtures on H100s in float8, and what the search "
+            "finds for the same batch",
+        ),
         "plan-search-speed": speed_table(speeds),
     }
 

@@ -162,6 +162,7 @@ OTHER_TABLES = {
         "plan-search-llama3",
         "plan-search-100000",
     ),
+    "plan-search-experts": ("plan-search-experts", "plan-search-experts-nvidia"),
     "plan-search-speed": ("plan-search-speed",),
     "kills": ("kills", "recovery", "reliability"),
     "replicas": ("replicas",),
@@ -450,7 +451,9 @@ def tables() -> dict[str, str]:
     }
     held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
-    plans = plan_tables(read("plan-search"), read("plan-search-speed"))
+    plans = plan_tables(
+        read("plan-search"), read("plan-search-speed"), read("plan-search-experts")
+    )
     accuracy = validation_tables(read("planner-validation"))
     several = {**profile_tables(), **goodput_tables(), **plans, **accuracy}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}

@@ -1,6 +1,7 @@
 """Records the searches that docs/which-layout.md shows, beside the layouts that Meta published.
 
 OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search.jsonl
+OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search-experts.jsonl --experts
 """
 
 import argparse
@@ -9,7 +10,8 @@ import sys
 from collections.abc import Iterator
 
 from paceline.cli.plan.search_options import ClusterOptions
-from paceline.core import model_preset
+from paceline.core.presets import find_preset
+from paceline.core.specs import DType
 from paceline.planner.search.advice import front
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.compare import compare
@@ -33,6 +35,13 @@ NVIDIA = (
     ("llama3-70B", 64, 128, "tp=4,cp=1,pp=8,vp=5,zero=1,micro=1,recompute=none", 14.66),
     ("llama3-405B", 576, 252, "tp=8,cp=2,pp=9,vp=7,zero=1,micro=1,recompute=none", 17.2),
 )
+# Recipes of Megatron-Bridge for mixtures of experts on H100s in float8, releases 26.06, 26.02.01 and
+# 26.04.01, as above; seconds are from tokens per second and device. Recomputation is not stated.
+MIXTURES = (
+    ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=1,ep=16,zero=1,micro=1", 29.70),
+    ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=2,vp=12,ep=8,zero=1,micro=1", 28.94),
+    ("qwen3-235B-A22B", 256, 8192, "tp=2,cp=1,pp=8,vp=4,ep=32,zero=1,micro=1", 76.56),
+)
 _PUBLISHED = "published by Meta"
 
 
@@ -40,16 +49,26 @@ def main() -> int:
     """Searches, and appends one record per layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
-    store = RecordStore(parser.parse_args().store)
-    for record in (*example(), *pareto(), *nvidia(), *llama3(), *hundred_thousand()):
+    parser.add_argument("--experts", action="store_true", help="mixtures instead of dense models")
+    arguments = parser.parse_args()
+    store = RecordStore(arguments.store)
+    if arguments.experts:
+        records = (*experts(), *expert_recipes())
+    else:
+        records = (*example(), *pareto(), *nvidia(), *llama3(), *hundred_thousand())
+    for record in records:
         store.append(record)
     return 0
 
 
-def _search(model: str, devices: int, batch_tokens: int, context: int) -> SearchResult:
-    cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context)
-    question = cluster.question(model_preset(model), devices)
-    return search(question, cluster.costs(), top=8, peak_flops=cluster.peak_flops())
+def _search(
+    model: str, devices: int, batch_tokens: int, context: int, precision: DType = "bfloat16"
+) -> SearchResult:
+    cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context, precision=precision)
+    shape, experts = find_preset(model)
+    question = cluster.question(shape, devices, experts=experts)
+    costs = cluster.costs(of_experts=experts is not None)
+    return search(question, costs, top=8, peak_flops=cluster.peak_flops())
 
 
 def example() -> Iterator[Record]:
@@ -73,13 +92,41 @@ def nvidia() -> Iterator[Record]:
     for model, devices, sequences, asked, measured_s in NVIDIA:
         result = _search(model, devices, sequences * 8192, 8192)
         peak = ClusterOptions().peak_flops()
-        other = compare(asked, result.best, result.question, result.costs, peak)
-        for rank, choice in enumerate((result.best, other.other), start=1):
-            record = _record("NVIDIA", model, devices, result, choice, rank, tokens=1e12)
-            if rank > 1:
-                record.case["reason"] = f"published by NVIDIA as {asked}"
-                record.metrics["measured_step_time_s"] = Metric(value=measured_s)
-            yield record
+        yield from _beside("NVIDIA", model, devices, result, peak, asked, measured_s)
+
+
+def _beside(
+    study: str,
+    model: str,
+    devices: int,
+    result: SearchResult,
+    peak: float,
+    asked: str,
+    measured_s: float,
+) -> Iterator[Record]:
+    """Yields what the search finds, and a published layout as predicted and as measured."""
+    other = compare(asked, result.best, result.question, result.costs, peak)
+    for rank, choice in enumerate((result.best, other.other), start=1):
+        record = _record(study, model, devices, result, choice, rank, tokens=1e12)
+        if rank > 1:
+            record.case["reason"] = f"published by NVIDIA as {asked}"
+            record.metrics["measured_step_time_s"] = Metric(value=measured_s)
+        yield record
+
+
+def experts() -> Iterator[Record]:
+    """Yields the best layouts of a mixture of experts."""
+    result = _search("qwen3-30B-A3B", 16, 4 * 2**20, 4096, "float8")
+    for rank, choice in enumerate(result.choices, start=1):
+        yield _record("experts", "qwen3-30B-A3B", 16, result, choice, rank, tokens=1e12)
+
+
+def expert_recipes() -> Iterator[Record]:
+    """Yields recipes of Megatron-Bridge for mixtures, each after the search's own."""
+    for model, devices, sequences, asked, measured_s in MIXTURES:
+        result = _search(model, devices, sequences * 4096, 4096, "float8")
+        peak = ClusterOptions(precision="float8").peak_flops()
+        yield from _beside("experts, NVIDIA", model, devices, result, peak, asked, measured_s)
 
 
 def llama3() -> Iterator[Record]:
@@ -119,7 +166,9 @@ def _record(
     tokens: float,
 ) -> Record:
     question, time = result.question, choice.step_time_s
-    run = estimate_run(choice, question.shape, tokens=tokens, held_devices=devices)
+    run = estimate_run(
+        choice, question.shape, tokens=tokens, held_devices=devices, experts=question.experts
+    )
     values = {
         "mfu": choice.mfu,
         "peak_bytes": choice.peak_bytes,

@@ -12,7 +12,8 @@ import shlex
 import pytest
 
 from paceline.cli.main import parse
-from paceline.core import PacelineError, model_preset
+from paceline.core import PacelineError
+from paceline.core.presets import find_preset
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
@@ -69,7 +70,7 @@ def _check(arguments: list[str]) -> None:
     if arguments[0] in _NOT_PARSED:
         return
     for model in _models(arguments):
-        model_preset(model)
+        find_preset(model)
     try:
         parse(arguments)
     except (SystemExit, PacelineError):

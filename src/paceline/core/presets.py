@@ -72,7 +72,7 @@ def _mixture(
     return Preset(_shape(vocab_size, d_model, active, num_layers, num_heads, **others), experts)
 
 
-_QWEN3 = {"head_dim": 128, "max_context_length": 4096, "rope_theta": 1_000_000.0}
+_QWEN3: dict[str, Any] = {"head_dim": 128, "max_context_length": 4096, "rope_theta": 1_000_000.0}
 _MIXTURES: dict[str, Preset] = {
     "mixtral-8x7B": _mixture(
         Experts(num_experts=8, experts_per_token=2, width=14336),

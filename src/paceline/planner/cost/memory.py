@@ -137,9 +137,7 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
         gathered = np.where(layouts.pipeline > 1, held, gathered)
     averaged = layouts.shard * layouts.replicate * layouts.context > 1
     in_flight = np.where(
-        sharded,
-        np.minimum(averaged_at_once, held),
-        held if workload.bucket_copies else 0.0,
+        sharded, np.minimum(averaged_at_once, held), held if workload.bucket_copies else 0.0
     )
     return {
         "parameters": owned(workload.parameter_bytes, layouts.stage >= 3),

@@ -23,7 +23,8 @@ _NETWORK_BYTES_PER_S = 50 * GB
 _HOST_HOP_S, _NETWORK_HOP_S = 5e-6, 1e-5
 _LOW, _HIGH = 0.7, 1.5
 _OF_PEAK_WITH_EXPERTS = 0.3
-_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS = 0.5, 2.0
+_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS = 0.6, 2.6
+"""Between which 38 of 42 published runs on H100 and B200 lie."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def assumed_costs(
     """
     share = _OF_PEAK_WITH_EXPERTS if of_experts else _OF_PEAK
     low, high = (_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS) if of_experts else (_LOW, _HIGH)
-    kind, off = ("of experts ", "a factor of two") if of_experts else ("", "a third")
+    kind, off = ("of experts ", "a factor of 2.6") if of_experts else ("", "a third")
     host = Tier(
         name="host",
         num_devices=devices_per_host,

@@ -85,7 +85,7 @@ def test_parts_add_up_to_all() -> None:
     assert experts is not None
     assert other_parameters(experts, shape).total == OTHERS
     assert 32 * router_parameters(experts, shape) == ROUTERS
-    assert OTHERS + EXPERTS + ROUTERS == PARAMETERS["mixtral-8x7B"]
+    assert PARAMETERS["mixtral-8x7B"] == OTHERS + EXPERTS + ROUTERS
 
 
 def test_flops_are_those_of_active_weights() -> None:
@@ -151,9 +151,10 @@ def test_what_routing_keeps_of_a_token() -> None:
     lean = dataclasses.replace(qwen, framework_memory=fused)
     assert routed_bytes(lean, qwen.experts) == 2 * 8 * 2048 + 5 * 128
     float8 = dataclasses.replace(fused, float8_inputs=True)
-    assert routed_bytes(
-        dataclasses.replace(qwen, framework_memory=float8), qwen.experts
-    ) == 8 * 2048 + 5 * 128
+    assert (
+        routed_bytes(dataclasses.replace(qwen, framework_memory=float8), qwen.experts)
+        == 8 * 2048 + 5 * 128
+    )
     deepseek = _workload("deepseek-v3", framework_memory=fused)
     assert deepseek.experts is not None
     mean = 58 / 61 * (2 * 8 * 7168 + 5 * 256)
@@ -217,9 +218,7 @@ def test_routing_keeps_what_torch_packs() -> None:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = layer(inputs)
     assert outputs.requires_grad
-    packed = sum(
-        each.untyped_storage().nbytes() for at, each in saved.items() if at not in others
-    )
+    packed = sum(each.untyped_storage().nbytes() for at, each in saved.items() if at not in others)
     workload = _workload(shape=shape, experts=experts)
     gated = 4 * 2 * 2 * experts.width
     # Indices of tokens and weights of experts, which are not counted, are what is left.

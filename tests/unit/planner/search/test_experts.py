@@ -110,8 +110,7 @@ def test_expert_ranks_divide_experts_and_the_ranks_of_a_stage() -> None:
 
 def test_terms_have_what_experts_send() -> None:
     one, all_of_them = (
-        search(dataclasses.replace(ASKED, fixed={"expert": ranks}), COSTS).best
-        for ranks in (1, 4)
+        search(dataclasses.replace(ASKED, fixed={"expert": ranks}), COSTS).best for ranks in (1, 4)
     )
     assert one.terms_s["expert_s"] == 0
     assert all_of_them.terms_s["expert_s"] > 0
@@ -140,7 +139,7 @@ def test_another_number_of_expert_ranks_is_explained() -> None:
     assert (other.other.layout.expert, other.other.layout.tensor) == (4, 2)
     assert other.other.layout.sequence_parallel
     assert parse_fixed("ep=8") == {"expert": 8}
-    with pytest.raises(NoLayoutError, match="with ep=3 divides .* 32 heads, 128 experts"):
+    with pytest.raises(NoLayoutError, match=r"with ep=3 divides .* 32 heads, 128 experts"):
         compare("ep=3", best, asked, COSTS, None)
 
 

@@ -6,7 +6,8 @@ parallelism always splits norms and residuals, too. A batch of several micro-bat
 or, with pipeline stages, cut into micro-batches. What differs from the layout stands in comments.
 
 Its expert ranks are whole groups of context and tensor ranks (`expert_tensor_parallel_degree` 1)
-that divide those of the shards. Mixtures that it has no model of, and other expert ranks, are refused.
+that divide those of the shards. Mixtures that it has no model of are refused, and so are other
+expert ranks.
 """
 
 from collections.abc import Iterator
@@ -106,10 +107,7 @@ def _sections(
         ("pipeline_parallel_degree", stages),
     ]
     if question.experts is not None:
-        axes += [
-            ("expert_parallel_degree", layout.expert),
-            ("expert_tensor_parallel_degree", 1),
-        ]
+        axes += [("expert_parallel_degree", layout.expert), ("expert_tensor_parallel_degree", 1)]
     if stages > 1:
         interleaved = layout.pipeline_interleave > 1
         parts = stages * layout.pipeline_interleave

@@ -48,7 +48,7 @@ def published_table(records: Sequence[Record]) -> Table:
     )
 
 
-def recipes_table(records: Sequence[Record]) -> Table:
+def recipes_table(records: Sequence[Record], caption: str) -> Table:
     """Makes a row for what the search finds and for each published recipe, with its measurement."""
     return Table(
         headers=(
@@ -71,7 +71,7 @@ def recipes_table(records: Sequence[Record]) -> Table:
             )
             for record in {_identity(record): record for record in records}.values()
         ),
-        caption="NeMo's published recipes on H100s, and what the search finds for the same batch",
+        caption=caption,
     )
 
 
