@@ -32,8 +32,8 @@ def plan_tables(
         "plan-search-experts": layouts_table(_study(mixtures, "experts")),
         "plan-search-experts-nvidia": recipes_table(
             _study(mixtures, "experts, NVIDIA"),
-            "Megatron-Bridge's published recipes for mixtures on H100s in float8, and what the search "
-            "finds for the same batch",
+            "Megatron-Bridge's published recipes for mixtures on H100s in float8, and what the "
+            "search finds for the same batch",
         ),
         "plan-search-speed": speed_table(speeds),
     }

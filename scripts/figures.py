@@ -451,9 +451,7 @@ def tables() -> dict[str, str]:
     }
     held_out, counted = backtested_steps()
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
-    plans = plan_tables(
-        read("plan-search"), read("plan-search-speed"), read("plan-search-experts")
-    )
+    plans = plan_tables(read("plan-search"), read("plan-search-speed"), read("plan-search-experts"))
     accuracy = validation_tables(read("planner-validation"))
     several = {**profile_tables(), **goodput_tables(), **plans, **accuracy}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}

@@ -35,8 +35,9 @@ NVIDIA = (
     ("llama3-70B", 64, 128, "tp=4,cp=1,pp=8,vp=5,zero=1,micro=1,recompute=none", 14.66),
     ("llama3-405B", 576, 252, "tp=8,cp=2,pp=9,vp=7,zero=1,micro=1,recompute=none", 17.2),
 )
-# Recipes of Megatron-Bridge for mixtures of experts on H100s in float8, releases 26.06, 26.02.01 and
-# 26.04.01, as above; seconds are from tokens per second and device. Recomputation is not stated.
+# Recipes of Megatron-Bridge for mixtures of experts on H100s in float8, releases 26.06, 26.02.01
+# and 26.04.01, as above; seconds are from tokens per second and device. What they recompute is not
+# stated.
 MIXTURES = (
     ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=1,ep=16,zero=1,micro=1", 29.70),
     ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=2,vp=12,ep=8,zero=1,micro=1", 28.94),

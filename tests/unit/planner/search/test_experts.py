@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import main
-from paceline.core import UsageError, model_preset
+from paceline.core import ParallelLayout, ShapeError, UsageError, model_preset
 from paceline.core.presets import find_preset
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.store import known_calibrations
@@ -143,6 +143,12 @@ def test_another_number_of_expert_ranks_is_explained() -> None:
         compare("ep=3", best, asked, COSTS, None)
 
 
+def test_expert_ranks_are_ranks_of_a_stage() -> None:
+    assert ParallelLayout(replicate=2, tensor=2, expert=4).world_size == 4
+    with pytest.raises(ShapeError, match="expert is 4; it must divide"):
+        ParallelLayout(replicate=2, pipeline=2, expert=4)
+
+
 def test_what_has_no_experts_is_refused() -> None:
     with pytest.raises(UsageError, match="ep=8: the model has no experts to divide"):
         question(fixed={"expert": 8})
@@ -231,6 +237,8 @@ def test_the_command_searches_mixtures(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*asked, "--json", "--top", "2", "--no-advice", "--tokens", "1e12"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1]["choice"]["layout"]["expert"] > 1
+    assert main([*asked, "--calibration", "nemo"]) == 2
+    assert "no mixtures of experts were measured on h100-sxm" in capsys.readouterr().err
     assert main([*asked, "--runnable"]) == 2
     assert "no mixtures of experts" in capsys.readouterr().err
     assert main(["plan", "memory", "--model", "qwen3-30B-A3B"]) == 2
