@@ -99,9 +99,7 @@ def main() -> int:
             )
     if arguments.calibrations is not None:
         write_calibrations(
-            # No search lays experts out yet, so that their calibrations would only be in its way.
-            [made for each in results if not each.cases[0].experts for made in each.calibrations],
-            arguments.calibrations,
+            [made for each in results for made in each.calibrations], arguments.calibrations
         )
     return 0
 

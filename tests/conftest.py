@@ -3,10 +3,16 @@
 import os
 from typing import Any
 
+import hypothesis
 import jaxtyping
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+# How long an example takes is the machine's business: on a busy one it decides on nothing.
+hypothesis.settings.register_profile(
+    "paceline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("paceline")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # Workers have a core each; more threads would only spin.
 if not torch.cuda.is_available():

@@ -142,7 +142,6 @@ class ClusterOptions:
             known_calibrations,
             read_calibrations,
         )
-        from paceline.planner.search.costs import is_of_experts
 
         name = self.calibration
         if name is not None and name.endswith(".jsonl"):
@@ -155,18 +154,13 @@ class ClusterOptions:
             return matching[0] if matching else None
         of_framework = None
         if name is not None:
-            of_framework = find_calibration(name, self.device, self.precision).framework
+            named = find_calibration(name, self.device, self.precision, of_experts=of_experts)
+            of_framework = named.framework
         known = [
             each
             for each in known_calibrations()
             if (each.device, each.precision) == (self.device, dtype)
             and of_framework in (None, each.framework)
-            and is_of_experts(each) == of_experts
+            and each.of_experts == of_experts
         ]
-        if name is not None and dtype == self.precision and not known:
-            kind = "mixtures of experts" if of_experts else "dense models"
-            raise UsageError(
-                f"--calibration {name}: no {kind} were measured on {self.device} with {dtype}; "
-                "leave it out, or make one of your own rows with paceline plan calibrate"
-            )
         return known[0] if known else None

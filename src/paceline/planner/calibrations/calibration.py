@@ -63,6 +63,11 @@ class FrameworkCalibration:
         return conventions(self.framework)
 
     @property
+    def of_experts(self) -> bool:
+        """Whether it was fitted to mixtures of experts, whose matmuls are smaller."""
+        return self.name.startswith(f"{self.framework}-experts-")
+
+    @property
     def training_precision(self) -> Precision:
         """Dtypes of parameters, gradients and optimizer."""
         return training_precision(self.framework, self.precision)

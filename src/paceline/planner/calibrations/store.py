@@ -40,7 +40,12 @@ def known_calibrations() -> tuple[FrameworkCalibration, ...]:
 
 
 def find_calibration(
-    name: str | None, device: str, precision: str, *, more: Iterable[FrameworkCalibration] = ()
+    name: str | None,
+    device: str,
+    precision: str,
+    *,
+    of_experts: bool = False,
+    more: Iterable[FrameworkCalibration] = (),
 ) -> FrameworkCalibration:
     """Finds a calibration by its name, or the one of most rows for a device and a dtype.
 
@@ -48,6 +53,7 @@ def find_calibration(
         name: Its whole name, or that of its framework; None takes the one of most rows.
         device: As in the hardware table.
         precision: dtype of matmuls, such as bfloat16.
+        of_experts: Whether it is for mixtures of experts; otherwise it is for dense models.
         more: Calibrations of one's own, which go before those that come with Paceline.
     """
     known = (*more, *known_calibrations())
@@ -58,16 +64,19 @@ def find_calibration(
         known = tuple(each for each in known if each.framework == name)
     wanted = device_name(device)
     for each in known:
-        if (each.device, each.precision) == (wanted, precision):
+        what_for = (each.device, each.precision, each.of_experts)
+        if what_for == (wanted, precision, of_experts):
             return each
     everything = (*more, *known_calibrations())
     if name is not None and not known:
         names = [each.name for each in everything]
         hint = did_you_mean(name, {*names, *(each.framework for each in everything)})
         raise UsageError(f"unknown calibration {name!r}; {hint}known: {', '.join(names)}")
-    pairs = sorted({f"{each.device} {each.precision}" for each in known or everything})
+    of_kind = [each for each in known or everything if each.of_experts == of_experts]
+    pairs = sorted({f"{each.device} {each.precision}" for each in of_kind}) or ["none"]
+    kind = "mixtures of experts" if of_experts else "dense models"
     raise UsageError(
-        f"no calibration for {device} with {precision}; there are: {', '.join(pairs)}. "
+        f"no calibration of {kind} for {device} with {precision}; there are: {', '.join(pairs)}. "
         "paceline plan calibrate makes one of your own rows"
     )
 

@@ -70,11 +70,6 @@ def calibrated_costs(calibration: FrameworkCalibration) -> Costs:
     )
 
 
-def is_of_experts(calibration: FrameworkCalibration) -> bool:
-    """Whether a calibration was fitted to mixtures of experts, whose matmuls are smaller."""
-    return calibration.name.startswith(f"{calibration.framework}-experts-")
-
-
 def assumed_costs(
     device: Device, dtype: DType, devices_per_host: int = 8, *, of_experts: bool = False
 ) -> Costs:

@@ -184,7 +184,7 @@ def test_finding_names_what_there_is() -> None:
     assert find_calibration("llm-foundry", "h100-sxm", "bfloat16").framework == "llm-foundry"
     own = _calibration()
     assert find_calibration(None, "h100-sxm", "bfloat16", more=[own]) == own
-    with pytest.raises(UsageError, match="no calibration for mi300x with bfloat16"):
+    with pytest.raises(UsageError, match="no calibration of dense models for mi300x with bfloat16"):
         find_calibration(None, "mi300x", "bfloat16")
     with pytest.raises(UsageError, match="unknown calibration 'nemmo'"):
         find_calibration("nemmo", "h100-sxm", "bfloat16")

@@ -17,7 +17,7 @@ from paceline.planner.cost.experts import model_flops_per_token
 from paceline.planner.search.candidates import candidate_chunks, candidates_of
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.compare import compare
-from paceline.planner.search.costs import assumed_costs, is_of_experts
+from paceline.planner.search.costs import assumed_costs
 from paceline.planner.search.exports.megatron import megatron_flags, megatron_notes
 from paceline.planner.search.exports.torchtitan import torchtitan_config, torchtitan_refusal
 from paceline.planner.search.exports.write import write_exports
@@ -170,9 +170,9 @@ def test_costs_that_are_assumed_are_those_of_small_matmuls() -> None:
 
 
 def test_calibrations_of_experts_are_told_by_their_name() -> None:
-    dense = next(each for each in known_calibrations() if not is_of_experts(each))
+    dense = next(each for each in known_calibrations() if not each.of_experts)
     name = f"{dense.framework}-experts-{dense.device}-{dense.precision}"
-    assert is_of_experts(dataclasses.replace(dense, name=name))
+    assert dataclasses.replace(dense, name=name).of_experts
     assert isinstance(dense, FrameworkCalibration)
 
 
@@ -238,7 +238,7 @@ def test_the_command_searches_mixtures(capsys: pytest.CaptureFixture[str]) -> No
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1]["choice"]["layout"]["expert"] > 1
     assert main([*asked, "--calibration", "nemo"]) == 2
-    assert "no mixtures of experts were measured on h100-sxm" in capsys.readouterr().err
+    assert "no calibration of mixtures of experts for h100-sxm with float8; there are: none" in capsys.readouterr().err
     assert main([*asked, "--runnable"]) == 2
     assert "no mixtures of experts" in capsys.readouterr().err
     assert main(["plan", "memory", "--model", "qwen3-30B-A3B"]) == 2
