@@ -22,6 +22,7 @@ from docs_tables import (
     repeats_table,
     train_continue_table,
 )
+from layout_tables import LAYOUT_TERMS, layout_times_table, layouts_table, read_study, scale_table
 from reliability_tables import kills_table, recovery_table, reliability_table, replicas_table
 from rich.console import Console
 
@@ -114,6 +115,9 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "store-latency": ("store-latency", "rendezvous", "time"),
     "watch-overhead": ("watch-overhead", "comparison", "time"),
     "elastic-overhead": ("elastic-overhead", "comparison", "time"),
+    "layout-overhead": ("layout-overhead", "comparison", "time"),
+    "layout-exposed": ("pipelines", "layout_trace", "time"),
+    "pipelines": ("pipelines", "pipeline", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
@@ -134,6 +138,7 @@ PICTURE_SOURCES = {
     "profile-timelines": ("profile-ddp", "timelines"),
     "profile-memory": ("profile-step", "memory-timeline"),
     "goodput": ("goodput", "goodput"),
+    "pipelines": ("pipelines", "pipelines"),
 }
 
 # Tables that are more than one view of a store, by the store that they are made of.
@@ -166,6 +171,8 @@ OTHER_TABLES = {
     "plan-search-speed": ("plan-search-speed",),
     "kills": ("kills", "recovery", "reliability"),
     "replicas": ("replicas",),
+    "layouts": ("layouts", "layout-times"),
+    "layout-scale": ("layout-scale",),
     "planner-validation": ("planner-accuracy", "planner-regret", "planner-ablation"),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
@@ -331,6 +338,12 @@ def draw_backtest() -> "Figure":
     return plot_backtest(held_out, counted=counted)
 
 
+def draw_layouts() -> "Figure":
+    """Draws steps of layouts, each predicted with what all others teach."""
+    cases = read_study(read("layouts")).cases
+    return plot_backtest(leave_one_out(cases, LAYOUT_TERMS), counted=len(cases))
+
+
 DRAWN = {
     **SCHEMES,
     "step-backtest": draw_backtest,
@@ -339,6 +352,7 @@ DRAWN = {
     "plan-front": lambda: plan_front(read("plan-search")),
     "planner-memory": lambda: plot_published_memory(read("planner-memory")),
     "planner-accuracy": lambda: plot_validation(read("planner-validation")),
+    "layouts-backtest": draw_layouts,
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
@@ -474,6 +488,9 @@ def tables() -> dict[str, str]:
             chaos_table([each for each in read("chaos") if each.kind == FAULT])
         ),
         "reliability.md": render_markdown(reliability_table(read)),
+        "layouts.md": render_markdown(layouts_table(read("layouts"))),
+        "layout-times.md": render_markdown(layout_times_table(read("layouts"), "bytes-6M")),
+        "layout-scale.md": render_markdown(scale_table(read("layout-scale"))),
         "kills.md": render_markdown(kills_table(read("kills"))),
         "replicas.md": render_markdown(replicas_table(read("replicas"))),
         "recovery.md": render_markdown(recovery_table(read("kills"))),

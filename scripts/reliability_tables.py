@@ -101,6 +101,11 @@ ROWS = (
         _fault("SIGSTOP"),
     ),
     Row(
+        "Slurm: TERM, USR1 before the time limit, requeue, a lost node, scancel",
+        "slurm-faults",
+        "saved and left within the grace time, or went on from the newest checkpoint",
+    ),
+    Row(
         "a link down, at 50 Mbit/s, or with 2% loss",
         "chaos-links",
         f"trains on; losses to the bit; {_ONCE}",

@@ -10,10 +10,11 @@ With --ranks 4 it takes the smallest model on loopback alone, with four ranks.
 
 import argparse
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
+
+from run_paceline import run_paceline
 
 MODELS = ("bytes-6M", "bytes-34M", "words-44M")
 BATCHES = ("2", "5")
@@ -52,22 +53,16 @@ def _measure(store: pathlib.Path, launcher: list[str], ranks: list[str], model: 
     with tempfile.TemporaryDirectory() as directory:
         calibration = str(pathlib.Path(directory) / "calibration.jsonl")
         shapes = ["--model", model, "--batch", *BATCHES]
-        _paceline(launcher, "calibrate", *shapes, *ranks, "--store", calibration)
+        run_paceline(launcher, "calibrate", *shapes, *ranks, "--store", calibration)
         question = ["--calibration", calibration, "--model", model, "--batch", *BATCHES]
-        _paceline([], "plan", "step", *question, *strategies, "--store", str(store))
+        run_paceline([], "plan", "step", *question, *strategies, "--store", str(store))
         with store.open("ab") as file:
             file.write(pathlib.Path(calibration).read_bytes())
     for batch in BATCHES:
         case = ["--model", model, "--batch", batch, *strategies, *ROUNDS, *ranks]
-        _paceline(launcher, "bench", "ddp", *case, "--store", str(store))
+        run_paceline(launcher, "bench", "ddp", *case, "--store", str(store))
     where = " ".join((*launcher, *ranks))
     print(f"{model} {where}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
-def _paceline(launcher: list[str], *arguments: str) -> None:
-    paceline = [sys.executable, "-m", "paceline"]
-    command = [*paceline, *launcher, *paceline] if launcher else paceline
-    subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

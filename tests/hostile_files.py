@@ -32,7 +32,7 @@ from paceline.training.plan import read_plan
 from paceline.training.toml_config import config_template, read_config
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-LONGEST_S = 2.0
+LONGEST_S = 10.0
 MOST_BYTES = 500 * 10**6
 
 

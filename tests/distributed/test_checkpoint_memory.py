@@ -149,6 +149,19 @@ def test_a_run_goes_on_from_memory_to_the_bit(
         assert not list(pathlib.Path(f"{run.out}-host-{rank}").iterdir())
 
 
+@pytest.mark.parametrize("axis", [pytest.param("tensor", marks=pytest.mark.slow), "pipeline"])
+def test_a_layout_goes_on_from_memory_to_the_bit(
+    config: RunConfig, rank_pool: Pools, axis: str
+) -> None:
+    expected = changed(config, f"whole-{axis}", parallel={axis: 2})
+    rank_pool(2).run(_train, expected)
+    run = _lost(rank_pool(2), config, f"lost-{axis}", parallel={axis: 2})
+    rank_pool(2).run(_train, run)
+    (notice,) = _notices(run)
+    assert notice.startswith(f"step {LAST_IN_MEMORY} was restored from memory")
+    _require_same(run, expected)
+
+
 @pytest.mark.slow
 def test_killed_processes_leave_their_memory(
     config: RunConfig, rank_pool: Pools, whole: Callable[[str], RunConfig]

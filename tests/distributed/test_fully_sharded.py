@@ -296,7 +296,9 @@ def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:
         assert not _present(ours)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["frozen", "shapes", "language", "transformer"])
 def test_training_equals_one_process(

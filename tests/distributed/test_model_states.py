@@ -119,7 +119,7 @@ def _memory(
 @pytest.mark.parametrize(
     ("strategy", "precision", "checkpointing", "attention"),
     [
-        ("bucketed", "float32", "none", "sdpa"),
+        pytest.param("bucketed", "float32", "none", "sdpa", marks=pytest.mark.slow),
         pytest.param("torch_ddp", "bfloat16", "none", "sdpa", marks=pytest.mark.slow),
         pytest.param("sharded", "float32", "full", "sdpa", marks=pytest.mark.slow),
         ("fully_sharded", "float32", "none", "sdpa"),

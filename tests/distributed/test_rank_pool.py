@@ -36,7 +36,7 @@ def test_a_second_function_runs_on_the_same_ranks() -> None:
         first = pool.run(_process_id)
         started = time.monotonic()
         assert pool.run(_process_id) == first
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
 
 
 def test_after_a_failure_new_ranks_are_started() -> None:
@@ -45,7 +45,7 @@ def test_after_a_failure_new_ranks_are_started() -> None:
         started = time.monotonic()
         with pytest.raises(RankError, match=r"rank 1 failed:(?s:.*)unhappy"):
             pool.run(_raise)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         for pid in first:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -98,7 +98,13 @@ def test_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPat
             assert pool.run(_variable) == [value]
 
 
-@pytest.mark.parametrize("then", ["return", "time.sleep(60)"], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param("return", id="idle", marks=pytest.mark.slow),
+        pytest.param("time.sleep(60)", id="busy"),
+    ],
+)
 def test_ranks_end_with_a_program_that_is_killed(tmp_path: pathlib.Path, then: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -116,7 +122,7 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path: pathlib.Path, then: s
         assert running.stdout is not None
         pids = [int(running.stdout.readline()) for _ in range(2)]
         running.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)

@@ -175,7 +175,7 @@ def test_a_job_of_a_node_that_is_lost_goes_on_elsewhere(
     job.submit()
     _until(lambda: job.last_step() >= 12)
     node = _slurm("squeue", "--noheader", f"--job={job.id}", "--format=%N")
-    _lose(int((slurm / "run" / f"slurmd-{node}.pid").read_text()), job.id)
+    _lose(slurm, node, job.id)
     _slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
     _until(lambda: job.codes() or job.state() in ("COMPLETED", "FAILED"), 300)
     assert job.codes() == [0]
@@ -183,14 +183,14 @@ def test_a_job_of_a_node_that_is_lost_goes_on_elsewhere(
     assert audit_run(job.out) == (200, [])
 
 
-def _lose(daemon: int, job: str) -> None:
+def _lose(cluster: pathlib.Path, node: str, job: str) -> None:
     """Ends all that runs on a node, as the loss of its power does."""
+    doomed = [int((cluster / "run" / f"slurmd-{node}.pid").read_text())]
     steps = [
         int(path.name)
         for path in pathlib.Path("/proc").glob("[0-9]*")
-        if _command(path).startswith(f"slurmstepd: [{job}.")
+        if _is_step(path, cluster, job)
     ]
-    doomed = [daemon]
     while steps:
         pid = steps.pop()
         doomed.append(pid)
@@ -200,7 +200,13 @@ def _lose(daemon: int, job: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _command(process: pathlib.Path) -> str:
+def _is_step(process: pathlib.Path, cluster: pathlib.Path, job: str) -> bool:
     with contextlib.suppress(OSError):
-        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
+        command = (process / "cmdline").read_bytes()
+        # Another cluster of this machine has a job of the same number.
+        environment = (process / "environ").read_bytes().split(b"\0")
+        return (
+            command.startswith(f"slurmstepd: [{job}.".encode())
+            and f"SLURM_CONF={cluster}/slurm.conf".encode() in environment
+        )
+    return False

@@ -79,7 +79,7 @@ def test_ranks_die_with_a_killed_agent(tmp_path: pathlib.Path) -> None:
     agent.communicate()
     assert len(workers) == 2
     while any(is_running(pid) for pid in workers):
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 30
         time.sleep(0.05)
 
 

@@ -24,7 +24,7 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
     measured = run(PACELINE, *CALIBRATE, "--store", "machine.jsonl", cwd=tmp_path)
     assert _quantities(measured) == {
         *("linear", "attention", "stream", "copy", "call", "optimizer"),
-        *("collective", "contention"),
+        *("engine", "collective", "contention"),
     }
     assert all(record.case["world_size"] == 2 for record in measured)
     strategies = ["--strategies", "none", "flat", "bucketed"]

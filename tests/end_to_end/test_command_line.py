@@ -1,4 +1,4 @@
-"""Every verb through its real entry point, in a process of its own."""
+"""Every verb through its real entry point; what succeeds in a process of its own."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from paceline.cli.main import main
 from paceline.cli.output import case_progress
 from paceline.records.store import decode_record
 
@@ -36,16 +37,21 @@ def paceline(
     return result
 
 
+@pytest.mark.slow
 def test_help_is_quick(tmp_path: pathlib.Path) -> None:
     def cpu_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
-    paceline("--help", cwd=tmp_path)  # The first start compiles bytecode.
-    before = cpu_seconds()
-    result = paceline("--help", cwd=tmp_path)
-    assert cpu_seconds() - before < 0.5
-    assert all(verb in result.stdout for verb in ("bench", "report", "env"))
+    def seconds_of_help() -> float:
+        before = cpu_seconds()
+        result = paceline("--help", cwd=tmp_path)
+        assert all(verb in result.stdout for verb in ("bench", "report", "env"))
+        return cpu_seconds() - before
+
+    # 0.26 s on an idle machine; importing torch takes 1.5 s more.
+    # The first start compiles bytecode.
+    assert min(seconds_of_help() for _ in range(4)) < 0.5
 
 
 def test_help_names_values_and_hides_the_parser(tmp_path: pathlib.Path) -> None:
@@ -253,14 +259,27 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_mistakes_get_one_line_and_a_documented_exit_code(
-    tmp_path: pathlib.Path, arguments: list[str], exit_code: int, complaint: str
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    exit_code: int,
+    complaint: str,
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "damaged.jsonl").write_text("\n{oops}\n")
-    result = paceline(*arguments, cwd=tmp_path, expected_exit_code=exit_code)
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    # In this process: two dozen of their own would take a minute.
+    try:
+        code = main(arguments)
+    except SystemExit as leaving:  # Out of the parser of the command line.
+        code = leaving.code
+    printed = capsys.readouterr()
+    assert code == exit_code
+    assert complaint in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
 
 
 def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
@@ -310,11 +329,11 @@ def test_an_interrupt_leaves_no_process(tmp_path: pathlib.Path) -> None:
     )
     time.sleep(5)
     os.killpg(process.pid, signal.SIGINT)
-    _out, error = process.communicate(timeout=20)
+    _out, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in error
     assert "Traceback" not in error
-    assert _process_group_ends(process.pid, within_s=5)
+    assert _process_group_ends(process.pid, within_s=30)
 
 
 def _process_group_ends(group: int, within_s: float) -> bool:
@@ -329,9 +348,9 @@ def _process_group_ends(group: int, within_s: float) -> bool:
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None:
-    paceline(*("bench", "step", *FAST, "--warmup", "0", "--steps", "1", "--json"), cwd=tmp_path)
+    store = pathlib.Path(__file__).parents[2] / "results" / "layout-scale.jsonl"
     process = subprocess.Popen(
-        [PACELINE, "report", "table", "--json", "--store", "paceline-records.jsonl"],
+        [PACELINE, "report", "table", "--json", "--store", str(store)],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -90,7 +90,7 @@ def test_a_driver_that_is_killed_is_started_again(
         driver.kill()
         driver.wait()
         num_interrupted += not (out / "manifest.json").exists()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while any(map(is_running, workers)):
             assert time.monotonic() < deadline, "workers outlive their driver"
             time.sleep(0.01)

@@ -7,10 +7,13 @@ import sys
 from typing import get_args
 
 import pytest
+import torch
 
+from paceline.core.presets import model_preset
 from paceline.core.strategies import StrategyName
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
+from paceline.models import TransformerLM, next_token_loss
 from paceline.records import RecordStore
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 from tests.unit.record_factory import step_record
@@ -136,3 +139,24 @@ def test_search_layout_finds_one_and_says_why_not_another() -> None:
     assert re.fullmatch(r"[\d,]+ layouts, [\d,]+ fit", first)
     assert found
     assert reason.startswith("why not tp=8? a step takes ")
+
+
+@pytest.mark.slow
+def test_a_layout_has_the_loss_and_the_norm_of_one_process() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "layout.py", "--ranks", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    torch.manual_seed(0)
+    model = TransformerLM(model_preset("bytes-6M"))
+    losses = []
+    for data_rank in range(2):
+        torch.manual_seed(1 + data_rank)
+        tokens = torch.randint(256, (2, 65))
+        losses.append(next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert result.stdout == f"loss {loss.item():.4f}, gradient norm {norm.item():.4f}\n"

@@ -207,7 +207,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save(place: pathlib.Path) -> Non
     running.send_signal(signal.SIGTERM)
     time.sleep(1)
     os.kill(second, signal.SIGCONT)
-    _, stderr = running.communicate(timeout=10)
+    _, stderr = running.communicate(timeout=60)
     assert running.returncode == 143
     assert "not saved: a second SIGTERM" in stderr
     assert not pathlib.Path(f"/proc/{first}").exists()

@@ -235,3 +235,28 @@ def profile(
         ),
         msgspec.structs.replace(memory, environment=environment),
     ]
+
+
+def pipeline_record(layout: str, **case: Any) -> Record:
+    """Two ranks, two micro-batches."""
+    lanes: dict[str, list[float]] = {}
+    for phase, starts in {
+        "forward": (0.0, 0.1, 0.1, 0.4),
+        "backward": (0.4, 0.6, 0.2, 0.5),
+    }.items():
+        lanes |= {
+            f"{phase}_start_s": list(starts),
+            f"{phase}_end_s": [start + 0.1 for start in starts],
+            f"{phase}_rank": [0.0, 0.0, 1.0, 1.0],
+            f"{phase}_stage": [0.0, 0.0, 1.0, 1.0],
+            f"{phase}_micro_batch": [0.0, 1.0, 0.0, 1.0],
+        }
+    idle = {
+        "idle": [0.7, 0.8],
+        "bubble": [0.65],
+        "imbalance": [0.1],
+        "order_bubble": [0.5],
+        "messages": [0.15],
+    }
+    numbers = {**lanes, **idle, "duration_s": [0.7], "work_s": [0.4]}
+    return make_record("pipeline", numbers, layout=layout, **case)

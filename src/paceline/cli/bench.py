@@ -10,6 +10,7 @@ import tyro
 from paceline.benchmarks.attention.config import AttentionSweep
 from paceline.benchmarks.collectives.config import CollectiveSweep
 from paceline.benchmarks.kernels.config import KernelSweep
+from paceline.benchmarks.layouts.config import LayoutSweep
 from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
     from paceline.records import Record
 
 Sweep: TypeAlias = (
-    StepSweep | AttentionSweep | CollectiveSweep | DataParallelSweep | OptimizerSweep | KernelSweep
+    StepSweep
+    | AttentionSweep
+    | CollectiveSweep
+    | DataParallelSweep
+    | LayoutSweep
+    | OptimizerSweep
+    | KernelSweep
 )
 _Sweep = TypeVar("_Sweep", bound=Sweep)
 
@@ -56,8 +63,29 @@ class SweepCommand(Generic[_Sweep]):
                 records.append(record)
                 if record.kind != PREDICTION:
                     progress.next_case()
+        records += keep_records(self.predictions(records), self.store, self.output)
         print_tables(records, self.output)
         return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
+
+    def predictions(self, records: "list[Record]") -> "Iterator[Record]":
+        """Yields what was expected of the measured cases, where a subject has a model of them."""
+        yield from ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutCommand(SweepCommand[LayoutSweep]):
+    """Measure every layout, beside what the planner expects of it."""
+
+    calibration: pathlib.Path | None = None
+    """Records of paceline calibrate on as many ranks, from which the planner predicts."""
+
+    def predictions(self, records: "list[Record]") -> "Iterator[Record]":
+        """Yields what the planner expects, if it is told what the ranks reach."""
+        if self.calibration is not None:
+            from paceline.records import RecordStore
+            from paceline.workflows.layout_predictions import layout_predictions
+
+            yield from layout_predictions(records, RecordStore(self.calibration).read())
 
 
 def _subcommand(name: str, sweep: type[Sweep]) -> object:
@@ -73,6 +101,7 @@ class BenchCommand:
         | Annotated[SweepCommand[AttentionSweep], _subcommand("attention", AttentionSweep)]
         | Annotated[SweepCommand[CollectiveSweep], _subcommand("comm", CollectiveSweep)]
         | Annotated[SweepCommand[DataParallelSweep], _subcommand("ddp", DataParallelSweep)]
+        | Annotated[LayoutCommand, _subcommand("layout", LayoutSweep)]
         | Annotated[SweepCommand[OptimizerSweep], _subcommand("memory", OptimizerSweep)]
         | Annotated[SweepCommand[KernelSweep], _subcommand("kernels", KernelSweep)]
     )
@@ -83,6 +112,8 @@ class BenchCommand:
 
 
 def _num_cases(sweep: Sweep) -> int:
+    if isinstance(sweep, LayoutSweep):
+        return sum(len(case.layouts) for case in sweep.cases())
     if isinstance(sweep, DataParallelSweep):
         return sum(len(case.variants) for case in sweep.cases())
     return len(list(sweep.cases()))
@@ -111,6 +142,10 @@ def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator
             logging.basicConfig(format="paceline: %(message)s")
             logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
             return data_parallel_records(sweep, on_progress)
+        case LayoutSweep():
+            from paceline.benchmarks.layouts.sweep import layout_records
+
+            return layout_records(sweep, on_progress)
         case OptimizerSweep():
             from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
 

@@ -1,12 +1,14 @@
 """``paceline profile``: see where a step's time and memory go."""
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from paceline.benchmarks.layouts.config import LayoutSweep
 from paceline.benchmarks.step.config import StepSweep
 from paceline.benchmarks.strategies.config import DataParallelSweep
 from paceline.cli.output import (
@@ -21,6 +23,9 @@ from paceline.cli.output import (
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.benchmarks.harness.measure import Progress
     from paceline.records import Record
 
 _TRACE = "trace.json"
@@ -47,12 +52,29 @@ class ProfileDdpCommand:
         """Traces, keeps, draws and prints."""
         from paceline.benchmarks.strategies.profile import trace_data_parallel
 
-        self.out.mkdir(parents=True, exist_ok=True)
-        with case_progress(1) as progress:
-            records = trace_data_parallel(self.sweep, self.out / _TRACE, progress.step)
-        if records:  # Only the first rank has any.
-            _write(records, "timelines", self)
-        return 0
+        return _trace(self, functools.partial(trace_data_parallel, self.sweep), "timelines")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileLayoutCommand:
+    """Trace steps under layouts: exposed communication, and what the stages of pipelines do when.
+
+    Writes the merged trace of all ranks, the records, and a picture of the pipelines as PNG and
+    SVG.
+    """
+
+    out: pathlib.Path
+    """Directory to write to; ranks on several hosts must all see it."""
+    sweep: Flat[LayoutSweep] = dataclasses.field(
+        default_factory=lambda: LayoutSweep(layouts=("pipeline=2,micro=1",), rounds=5)
+    )
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Traces, keeps, draws and prints."""
+        from paceline.benchmarks.layouts.profile import trace_layouts
+
+        return _trace(self, functools.partial(trace_layouts, self.sweep), "pipelines")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +96,7 @@ class ProfileStepCommand:
 
         from paceline.benchmarks.step.profile import profile_step
 
-        self.out.mkdir(parents=True, exist_ok=True)
-        with case_progress(1) as progress:
-            records = profile_step(cases[0], self.out / _TRACE, progress.step)
-        _write(records, "memory-timeline", self)
-        return 0
+        return _trace(self, functools.partial(profile_step, cases[0]), "memory-timeline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +129,7 @@ class ProfileCommand:
 
     subject: (
         Annotated[ProfileDdpCommand, tyro.conf.subcommand("ddp")]
+        | Annotated[ProfileLayoutCommand, tyro.conf.subcommand("layout")]
         | Annotated[ProfileStepCommand, tyro.conf.subcommand("step")]
         | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
     )
@@ -120,14 +139,25 @@ class ProfileCommand:
         return self.subject.run()
 
 
-def _write(
-    records: "list[Record]", plot: str, command: ProfileDdpCommand | ProfileStepCommand
-) -> None:
-    """Keeps the records, draws the picture, and prints."""
-    from paceline.reports.plots.registry import draw
+def _trace(
+    command: ProfileDdpCommand | ProfileLayoutCommand | ProfileStepCommand,
+    trace: "Callable[[pathlib.Path, Progress], list[Record]]",
+    plot: str,
+) -> int:
+    """Traces, keeps the records, draws the picture if there is something to draw, and prints."""
+    command.out.mkdir(parents=True, exist_ok=True)
+    with case_progress(1) as progress:
+        records = trace(command.out / _TRACE, progress.step)
+    if not records:  # Only the first rank has any.
+        return 0
+
+    from paceline.reports.plots.registry import draw, drawable_plots
     from paceline.reports.plots.style import save_figure
 
     print_tables(list(keep_records(records, command.out / _STORE, command.output)), command.output)
-    pictures = save_figure(draw(plot, records), command.out, plot)
+    pictures = []
+    if plot in drawable_plots(records):
+        pictures = save_figure(draw(plot, records), command.out, plot)
     if not command.output.json:
         sys.stdout.writelines(f"{path}\n" for path in (command.out / _TRACE, *pictures))
+    return 0

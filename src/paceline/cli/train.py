@@ -227,16 +227,20 @@ class TrainCommand:
 def _forecast_text(predicted: "Forecast") -> str:
     from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 
-    memory = ", ".join(
-        f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
-        for name, num_bytes in dataclasses.asdict(predicted.memory).items()
-    )
     lines = [
         f"parameters  {predicted.num_parameters:,}",
         f"tokens      {predicted.tokens:,}",
         f"compute     {format_decimal(predicted.flops, 'FLOPs')}",
-        f"memory      {format_binary_bytes(predicted.memory.total)} at the peak: {memory}",
     ]
+    if predicted.memory is None:
+        lines.append("memory      not known of such a layout: paceline plan search predicts it")
+    else:
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
+            for name, num_bytes in dataclasses.asdict(predicted.memory).items()
+        )
+        total = format_binary_bytes(predicted.memory.total)
+        lines.append(f"memory      {total} at the peak: {parts}")
     if predicted.kept_in_memory_bytes:
         kept = format_binary_bytes(predicted.kept_in_memory_bytes)
         lines.append(

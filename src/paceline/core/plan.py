@@ -7,7 +7,7 @@ and measurement can be laid side by side without a table of translations.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from paceline.core.errors import ShapeError
 from paceline.core.specs import (
@@ -20,7 +20,11 @@ from paceline.core.specs import (
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+"""Stages 0 to 3 of ZeRO, in this order."""
 ActivationCheckpointing = Literal["none", "selective", "full"]
+
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

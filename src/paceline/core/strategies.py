@@ -3,6 +3,7 @@
 from typing import Literal, cast, get_args
 
 from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.plan import Sharding
 
 StrategyName = Literal[
     "none",
@@ -48,6 +49,15 @@ BucketSize = float | Literal["auto"]
 
 DEFAULT_BUCKET_SIZE_MB = 25.0
 """In MiB, as torch's."""
+
+
+def sharding_of(strategy: StrategyName) -> Sharding:
+    """Returns what a strategy shards over the data-parallel ranks."""
+    if strategy in SHARDED_PARAMETERS:
+        return "parameters"
+    if strategy in SHARDED_GRADIENTS:
+        return "gradients"
+    return "optimizer" if strategy in SHARDED_STATE else "none"
 
 
 def find_strategy(name: str) -> StrategyName:

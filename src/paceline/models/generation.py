@@ -9,11 +9,12 @@ from torch import Tensor
 from paceline.core.errors import UsageError
 from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.layers import LayerCache
+from paceline.models.stage import TransformerStage
 from paceline.models.transformer import TransformerLM
 
 
 def generate(
-    model: TransformerLM | HuggingFaceLM,
+    model: TransformerLM | HuggingFaceLM | TransformerStage,
     prompt: Tensor,
     num_tokens: int,
     *,
@@ -22,6 +23,7 @@ def generate(
     end_of_document: int | None = None,
     generator: torch.Generator | None = None,
     forward: Callable[..., Tensor] | None = None,
+    cached: bool = True,
 ) -> Iterator[int]:
     """Returns tokens that continue a prompt, until the document ends or the context is full.
 
@@ -34,6 +36,7 @@ def generate(
         end_of_document: The token after which to stop; it is not returned.
         generator: Source of chance.
         forward: What to call instead of the model: what a strategy has wrapped it in.
+        cached: Whether keys and values are kept; otherwise `forward` gets all tokens each time.
     """
     if prompt.ndim != 1 or not len(prompt):
         raise UsageError("a prompt has at least one token; the end-of-document token begins a text")
@@ -55,21 +58,24 @@ def generate(
         lambda logits: _choose(logits, temperature, top_k, generator),
         prompt[None],
         num_tokens,
+        cached=cached,
     )
     return itertools.takewhile(lambda token: token != end_of_document, tokens)
 
 
 @torch.no_grad()
 def _tokens(
-    model: TransformerLM | HuggingFaceLM,
+    model: TransformerLM | HuggingFaceLM | TransformerStage,
     forward: Callable[..., Tensor],
     choose: Callable[[Tensor], Tensor],
     tokens: Tensor,
     num_tokens: int,
+    *,
+    cached: bool,
 ) -> Iterator[int]:
     room = tokens.shape[-1] + num_tokens
     caches = None
-    if isinstance(model, TransformerLM):
+    if cached and isinstance(model, TransformerLM):
         caches = [LayerCache(room) for _ in model.blocks]
     for _ in range(num_tokens):
         logits = forward(tokens) if caches is None else forward(tokens, caches)

@@ -5,6 +5,7 @@ and small angles are what bf16 and fp16 lose first.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -69,16 +70,16 @@ class RotaryPositions(nn.Module):
         return self
 
     def forward(
-        self, x: Float[Tensor, "batch heads sequence head_dim"], start: int = 0
+        self, x: Float[Tensor, "batch heads sequence head_dim"], start: int | Tensor = 0
     ) -> Float[Tensor, "batch heads sequence head_dim"]:
         """Rotates the two halves of each head against each other.
 
         Args:
             x: Queries or keys.
-            start: The position of the first of them.
+            start: The position of the first of them, or those of all where there are gaps.
         """
-        end = start + x.shape[-2]
-        cosine, sine = self.cosine[start:end], self.sine[start:end]
+        at = start if isinstance(start, Tensor) else slice(start, start + x.shape[-2])
+        cosine, sine = self.cosine[at], self.sine[at]
         first, second = x.float().chunk(2, dim=-1)
         rotated = torch.cat(
             (first * cosine - second * sine, second * cosine + first * sine), dim=-1
@@ -111,6 +112,18 @@ class LayerCache:
         return keys[..., :end, :], values[..., :end, :]
 
 
+class SequenceShare(Protocol):
+    """What a rank has of each sequence, where several ranks share it."""
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Returns the positions of this rank's tokens, so many, in their sequence."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, implementation: AttentionImplementation
+    ) -> Tensor:
+        """Computes causal attention of this rank's queries to the keys of all ranks."""
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention over earlier positions, with grouped key-value heads."""
 
@@ -118,6 +131,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_width
         self.implementation: AttentionImplementation = implementation
+        self.share: SequenceShare | None = None
+        """This rank's part of each sequence; None where it has all of it."""
         self.query = nn.Linear(shape.d_model, shape.attention_width, bias=False)
         self.key = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
         self.value = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
@@ -136,15 +151,24 @@ class CausalSelfAttention(nn.Module):
             positions: Shared by all layers, so that its tables exist once.
             cache: Keys and values of the sequence so far, to which those of `x` are added.
         """
-        start = 0 if cache is None else cache.length
+        # What a cache continues, every rank has whole.
+        share = self.share if cache is None else None
+        start: int | Tensor = 0 if cache is None else cache.length
+        if share is not None:
+            start = share.positions(x.shape[1], x.device)
         query = positions(self._split_heads(self.query(x)), start)
         key = positions(self._split_heads(self.key(x)), start)
         value = self._split_heads(self.value(x))
         if cache is not None:
             key, value = cache.append(key, value)
-        # A single token that continues a sequence may look at all of it.
-        is_causal = cache is None or query.shape[-2] > 1
-        mixed = attention(query, key, value, causal=is_causal, implementation=self.implementation)
+        if share is not None:
+            mixed = share.attend(query, key, value, self.implementation)
+        else:
+            # A single token that continues a sequence may look at all of it.
+            is_causal = cache is None or query.shape[-2] > 1
+            mixed = attention(
+                query, key, value, causal=is_causal, implementation=self.implementation
+            )
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 

@@ -8,7 +8,7 @@ sqrt(2 layers), the output layer so small that the first loss is close to log(vo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, cast
 
 import torch
@@ -88,21 +88,27 @@ class TransformerLM(nn.Module):
             # Here and not only at first: leaving the meta device unties what was tied.
             self.head.weight = self.embedding.weight
         self.positions.reset_buffers()
+        for weight, std in self.initial_weights():
+            draw_weight(weight, std)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def initial_weights(self) -> Iterator[tuple[Tensor, float]]:
+        """Yields every matrix with its standard deviation, in the order in which they are drawn."""
         # Drawn first: when tied, the output layer's smaller scale below is the one that counts.
-        nn.init.trunc_normal_(self.embedding.weight, std=1.0, a=-3.0, b=3.0)
-        residual_scale = 1 / math.sqrt(2 * shape.num_layers)
+        yield self.embedding.weight, 1.0
+        residual_scale = 1 / math.sqrt(2 * self.shape.num_layers)
         for module in self.modules():
             if isinstance(module, CausalSelfAttention):
                 for linear in (module.query, module.key, module.value):
-                    _initialize(linear)
-                _initialize(module.output, residual_scale)
+                    yield linear.weight, _std(linear)
+                yield module.output.weight, residual_scale * _std(module.output)
             elif isinstance(module, SwiGLU):
-                _initialize(module.gate)
-                _initialize(module.up)
-                _initialize(module.down, residual_scale)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-        _initialize(self.head, scale=0.5)
+                for linear in (module.gate, module.up):
+                    yield linear.weight, _std(linear)
+                yield module.down.weight, residual_scale * _std(module.down)
+        yield self.head.weight, 0.5 * _std(self.head)
 
     def forward(
         self, tokens: Int[Tensor, "batch sequence"], caches: Sequence[LayerCache] | None = None
@@ -122,13 +128,7 @@ class TransformerLM(nn.Module):
             )
         x: Tensor = self.embedding(tokens)
         recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
-        for number, block in enumerate(self.blocks):
-            if recompute:
-                x = checkpoint(block, x, self.positions, use_reentrant=False)
-            elif caches is not None:
-                x = block(x, self.positions, caches[number])
-            else:
-                x = block(x, self.positions)
+        x = run_blocks(self.blocks, x, self.positions, caches, recompute=recompute)
         logits: Tensor = self.head(self.final_norm(x))
         return logits
 
@@ -143,6 +143,33 @@ class TransformerLM(nn.Module):
             block.compile()
 
 
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x: Float[Tensor, "batch sequence d_model"],
+    positions: RotaryPositions,
+    caches: Sequence[LayerCache] | None = None,
+    *,
+    recompute: bool = False,
+) -> Float[Tensor, "batch sequence d_model"]:
+    """Returns the residual stream after one block and the next.
+
+    Args:
+        blocks: Of a model, or of a part of it.
+        x: The stream before them.
+        positions: Shared by all blocks.
+        caches: Of each block, the keys and values of the sequence so far.
+        recompute: Whether to keep only each block's input, for backward to compute the rest again.
+    """
+    for number, block in enumerate(blocks):
+        if recompute:
+            x = checkpoint(block, x, positions, use_reentrant=False)
+        elif caches is not None:
+            x = block(x, positions, caches[number])
+        else:
+            x = block(x, positions)
+    return x
+
+
 def next_token_loss(
     logits: Float[Tensor, "batch sequence vocabulary"], targets: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, ""]:
@@ -155,6 +182,10 @@ def next_token_loss(
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _initialize(linear: nn.Linear, scale: float = 1.0) -> None:
-    std = scale / math.sqrt(linear.in_features)
-    nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
+def draw_weight(weight: Tensor, std: float) -> None:
+    """Draws a matrix, without what lies beyond three standard deviations, in place."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def _std(linear: nn.Linear) -> float:
+    return 1 / math.sqrt(linear.in_features)

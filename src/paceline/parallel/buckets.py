@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.accounting.communication.buckets import aligned, divide_into_buckets
 from paceline.core.errors import PacelineError
@@ -24,6 +25,16 @@ from paceline.parallel.ranks.rank_weight import RankWeight
 
 class GradientError(PacelineError):
     """A gradient that cannot be synchronised, naming its parameter."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor, as a plain one that shares its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns all of a tensor, as a plain one; ranks that have parts of it call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorSpec(NamedTuple):

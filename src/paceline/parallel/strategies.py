@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 # Imported before there is a group: whatever group exists then becomes a default argument in it.
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
+from paceline.parallel.buckets import whole_tensor
 from paceline.parallel.ddp.containers import (
     BucketedDataParallel,
     FlatDataParallel,
@@ -100,8 +100,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scales gradients down to a norm, whoever has them; returns the norm that they had."""
     if isinstance(model, DataParallelContainer):
         return model.clip_grad_norm_(max_norm)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
 @contextlib.contextmanager

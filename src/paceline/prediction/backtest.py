@@ -19,14 +19,17 @@ from paceline.core.plan import Estimate
 
 Array = npt.NDArray[np.float64]
 
-GROUPS: dict[str, tuple[str, ...]] = {
+Groups = Mapping[str, tuple[str, ...]]
+"""Terms that share a factor, by the name of the factor."""
+
+GROUPS: Groups = {
     "matmul": ("matmul_s", "attention_s"),
     "elementwise": ("elementwise_s", "launch_s"),
     "update": ("bucket_copy_s", "optimizer_s"),
     "contention": ("contention_s",),
     "exposed": ("exposed_s",),
 }
-"""Terms that share a factor."""
+"""Those of a step of a data-parallel strategy."""
 
 COVERAGE = 0.9
 _PRIOR_SPREAD = 0.5
@@ -51,6 +54,7 @@ class BacktestCase:
 class Correction:
     """What other cases teach about predictions."""
 
+    groups: Groups
     factors: Mapping[str, float]
     """By group of terms."""
     log_error: float
@@ -58,7 +62,7 @@ class Correction:
 
     def apply(self, terms: Mapping[str, float]) -> Estimate:
         """Returns the corrected step time with its interval."""
-        value = float(_grouped(terms) @ np.array(list(self.factors.values())))
+        value = float(_grouped(terms, self.groups) @ np.array(list(self.factors.values())))
         width = float(np.exp(self.log_error))
         return Estimate(value=value, low=value / width, high=value * width)
 
@@ -96,14 +100,14 @@ class BacktestSummary:
     """Half of the interval, relative to the prediction."""
 
 
-def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
+def fit_correction(cases: Sequence[BacktestCase], groups: Groups = GROUPS) -> Correction:
     """Learns factors from cases, and an interval from how each is predicted by the others."""
     if len(cases) < FEWEST_CASES:
         raise UsageError(
             f"{len(cases)} measured cases are too few for an interval; "
             f"measure at least {FEWEST_CASES} beside the one that is predicted"
         )
-    rows = np.stack([_grouped(case.terms) / case.measured_s for case in cases])
+    rows = np.stack([_grouped(case.terms, groups) / case.measured_s for case in cases])
     # One factor per group, so that rows times factors is close to 1.
     weight = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2
     matrix = rows.T @ rows + weight * np.eye(rows.shape[1])
@@ -116,15 +120,19 @@ def fit_correction(cases: Sequence[BacktestCase]) -> Correction:
     # One more than the share itself: the case to come is one of them.
     rank = min(len(errors) - 1, int(np.ceil(COVERAGE * (len(errors) + 1))) - 1)
     return Correction(
-        factors=dict(zip(GROUPS, factors.tolist(), strict=True)), log_error=float(errors[rank])
+        groups=groups,
+        factors=dict(zip(groups, factors.tolist(), strict=True)),
+        log_error=float(errors[rank]),
     )
 
 
-def leave_one_out(cases: Sequence[BacktestCase]) -> list[HeldOutPrediction]:
+def leave_one_out(
+    cases: Sequence[BacktestCase], groups: Groups = GROUPS
+) -> list[HeldOutPrediction]:
     """Predicts every case by what all others teach; with too few others, uncorrected."""
     predictions = []
     for index, case in enumerate(cases):
-        predictions += predict_others([case], [*cases[:index], *cases[index + 1 :]])
+        predictions += predict_others([case], [*cases[:index], *cases[index + 1 :]], groups)
     return predictions
 
 
@@ -139,7 +147,7 @@ def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPr
 
 
 def predict_others(
-    held_out: Sequence[BacktestCase], cases: Sequence[BacktestCase]
+    held_out: Sequence[BacktestCase], cases: Sequence[BacktestCase], groups: Groups = GROUPS
 ) -> list[HeldOutPrediction]:
     """Predicts cases that are held out by what the cases teach.
 
@@ -147,9 +155,9 @@ def predict_others(
     an interval.
     """
     if len(cases) < FEWEST_CASES:
-        predicted = [Estimate(value=float(_grouped(case.terms).sum())) for case in held_out]
+        predicted = [Estimate(value=float(_grouped(case.terms, groups).sum())) for case in held_out]
     else:
-        correction = fit_correction(cases)
+        correction = fit_correction(cases, groups)
         predicted = [correction.apply(case.terms) for case in held_out]
     return [
         HeldOutPrediction(case=case, predicted=estimate)
@@ -175,5 +183,5 @@ def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
     )
 
 
-def _grouped(terms: Mapping[str, float]) -> Array:
-    return np.array([sum(terms[term] for term in group) for group in GROUPS.values()])
+def _grouped(terms: Mapping[str, float], groups: Groups) -> Array:
+    return np.array([sum(terms[term] for term in group) for group in groups.values()])

@@ -57,6 +57,11 @@ class Calibration:
     """Contention by operation; empty with one rank."""
     attention_implementation: str
     float32_matmul_precision: str
+    engine: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of a block's pass whatever its size, by how it is laid over the ranks: plain, tensor,
+    sequence, shard, pipeline. Empty with one rank; calibrations may be older than some of them."""
+    oversubscription: float = 1.0
+    """Threads of all ranks of a machine over its processors; at least 1."""
 
     @property
     def world_size(self) -> int:

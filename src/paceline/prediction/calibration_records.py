@@ -99,7 +99,22 @@ def _from_records(topology: _Topology, measured: _ByQuantity) -> Calibration:
         },
         attention_implementation=str(how["attention"]),
         float32_matmul_precision=str(how["float32_matmul_precision"]),
+        engine={
+            str(record.case["engine"]): record.metrics["block_time_s"].value
+            for record in measured.get("engine", [])
+        },
+        oversubscription=_oversubscription(measured[_FIRST][-1]),
     )
+
+
+def _oversubscription(record: Record) -> float:
+    """Returns how many threads share a processor of a machine, at least 1."""
+    case, processors = record.case, record.environment.num_processors
+    # Hosts whose links are shaped are namespaces of one machine.
+    is_emulated = any(case.get(field) is not None for field in LINK_SHAPE)
+    machines = 1 if is_emulated else int(str(case["num_hosts"]))
+    threads = int(str(case["world_size"])) / machines * int(str(case["threads"]))
+    return max(1.0, threads / processors) if processors else 1.0
 
 
 def _timed(records: Sequence[Record], fields: Sequence[str]) -> tuple[Timed, ...]:

@@ -59,6 +59,12 @@ _DATA_PARALLEL = (
     *("world_size", "num_hosts", "backend", *_PLACE),
 )
 
+_LAYOUT = (
+    *("layout", *MODEL_FIELDS, "batch", "batch_size", "context"),
+    *("precision", "float32_matmul_precision", "attention", "optimizer"),
+    *("world_size", "num_hosts", "backend", *_PLACE),
+)
+
 _WARMUP_STEPS = ("warmup", "steps")
 _WARMUP_ROUNDS = ("baseline", "warmup", "rounds")
 
@@ -98,6 +104,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (_DATA_PARALLEL, _WARMUP_STEPS),
     # Where the time of such steps went on one rank, and one of them in detail.
     "timeline": ((*_DATA_PARALLEL, "rank"), _WARMUP_ROUNDS),
+    # Training steps under one of several layouts; `batch` is a micro-batch, `batch_size` a step's.
+    "layout": (_LAYOUT, _WARMUP_ROUNDS),
+    # Where the steps of such a layout went: computing, only communicating, neither.
+    "layout_trace": (_LAYOUT, ("warmup", "rounds")),
+    # What the stages of such a layout did when, and how long they stood still.
+    "pipeline": (_LAYOUT, ("warmup", "rounds")),
     # What a trace tells: of the steps of a rank, and of the operators inside of a range.
     "trace_step": (("subject", "rank", "label"), ()),
     "trace_analysis": (("size_bytes", *_PLACE), ()),
@@ -110,6 +122,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("tokens", "inputs", "outputs"),
             *("batch", "context", "num_heads", "num_kv_heads", "head_dim", "attention"),
             *("operation", "size_bytes", "smallest_bytes", "largest_bytes"),
+            "engine",
             "float32_matmul_precision",
         ),
     ),
@@ -135,7 +148,10 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # What one rank of many pays before the first step.
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
     # A whole run of the trainer; `batch` is a micro-batch of one rank.
-    "training_run": (_DATA_PARALLEL, ("steps", "batch_size", "learning_rate", "schedule", "seed")),
+    "training_run": (
+        _DATA_PARALLEL,
+        ("layout", "steps", "batch_size", "learning_rate", "schedule", "seed"),
+    ),
     # Reading training data, beside another way to do it where there is a baseline.
     "data_loader": (
         ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),

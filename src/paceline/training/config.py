@@ -138,9 +138,9 @@ class StepConfig:
         if not self.clip_norm >= 0:
             raise UsageError(f"training.clip_norm {self.clip_norm} must not be negative")
 
-    def num_passes(self, world_size: int) -> int:
+    def num_passes(self, data_ranks: int) -> int:
         """Returns in how many micro-batches every rank computes its part of a batch."""
-        return num_passes(self.batch_size, world_size, self.micro_batch_size)
+        return num_passes(self.batch_size, data_ranks, self.micro_batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,20 @@ class ParallelConfig:
     """How ranks share the work."""
 
     strategy: StrategyName = "bucketed"
-    """A strategy of paceline bench ddp; one rank needs none of them."""
+    """A strategy of paceline bench ddp; one rank needs none of them. With any of the axes below it
+    says what is sharded, and torch does it (FSDP2)."""
+    tensor: int = 1
+    """Ranks over which each matrix is split."""
+    sequence_parallel: bool = False
+    """Whether these ranks split norms and residuals over the sequence, too."""
+    context: int = 1
+    """Ranks over which each sequence is split."""
+    pipeline: int = 1
+    """Pipeline ranks over which the blocks are split."""
+    interleave: int = 1
+    """Virtual stages that each pipeline rank holds (interleaved 1F1B)."""
+    replicate: int = 1
+    """Copies of sharded states; the ranks that all axes leave share one copy."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -221,6 +234,13 @@ class ParallelConfig:
         find_strategy(self.strategy)
         _require_positive("parallel", self, "bucket_size_mb", "timeout_s")
         _require_positive("parallel", self, "heartbeat_timeout_s", "replica_timeout_s")
+        axes = ("tensor", "context", "pipeline", "interleave", "replicate")
+        _require_positive("parallel", self, *axes)
+        if self.elastic == "replicas" and any(getattr(self, axis) > 1 for axis in axes):
+            raise UsageError(
+                "parallel.elastic replicas has one rank in each replica; leave parallel.tensor and "
+                "the other axes at 1"
+            )
         if self.elastic == "replicas" and self.strategy != "bucketed":
             raise UsageError(
                 f"parallel.elastic replicas keeps a whole model on every rank, which "
@@ -362,9 +382,9 @@ class RunConfig:
         )
 
 
-def num_passes(batch_size: int, world_size: int, micro_batch_size: int) -> int:
+def num_passes(batch_size: int, data_ranks: int, micro_batch_size: int) -> int:
     """Returns how many passes the rank with most sequences needs."""
-    largest_part = -(-batch_size // world_size)
+    largest_part = -(-batch_size // data_ranks)
     return -(-largest_part // micro_batch_size)
 
 

@@ -4,12 +4,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.errors import UsageError
 from paceline.data.format.manifest import TOKENIZER, read_manifest
@@ -18,9 +17,12 @@ from paceline.data.loader.torch_batches import TorchLoader
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer
 from paceline.models.generation import generate
+from paceline.parallel.mesh.loss import summed_loss
+from paceline.parallel.mesh.pipeline import Context
 from paceline.training.build import Trainee
 from paceline.training.config import RunConfig, num_passes
 from paceline.training.steps.micro_batches import micro_batches
+from paceline.training.steps.share import BatchShare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,48 +40,61 @@ class HeldOut:
 
     Args:
         config: How they are read; its batch is all of them.
+        share: Which of them are this rank's.
         micro_batch_size: Sequences at a time.
         device: Where the model computes.
     """
 
-    def __init__(self, config: LoaderConfig, micro_batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, config: LoaderConfig, share: BatchShare, micro_batch_size: int, device: torch.device
+    ) -> None:
         self._config = config
         self._device = device
         self._bytes_per_token = _bytes_per_token(config)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        with TorchLoader(config, device=device, rank=rank, world_size=world_size) as loader:
+        self._share = share
+        rank, ranks = share.data_rank, share.data_ranks
+        with TorchLoader(config, device=device, rank=rank, world_size=ranks) as loader:
             self._batch = next(loader)
-        self._num_passes = num_passes(config.batch_size, world_size, micro_batch_size)
+        self._num_passes = num_passes(config.batch_size, ranks, micro_batch_size)
+        # Asked of all ranks: those that share states make their calls together.
+        self._is_even = config.batch_size % (ranks * self._num_passes) == 0
 
     @classmethod
-    def of(cls, config: RunConfig, device: torch.device) -> "HeldOut | None":
+    def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "HeldOut | None":
         """Returns the held-out sequences of a run; None if it evaluates nothing."""
         if not config.evaluation.sequences:
             return None
         loader = dataclasses.replace(
             config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
         )
-        return cls(loader, config.training.micro_batch_size, device)
+        return cls(loader, trainee.share, config.training.micro_batch_size, device)
 
     @torch.no_grad()
-    def evaluate(
-        self, model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[object]]
-    ) -> Evaluation:
+    def evaluate(self, trainee: Trainee, autocast: Context) -> Evaluation:
         """Returns the loss; all ranks call it and get the same.
 
         Args:
-            model: As it is trained.
+            trainee: The model as it is trained.
             autocast: What lowers the precision of a forward pass.
         """
-        batch = self._batch
+        batch, model, share = self._batch, trainee.model, self._share
+        passes, at_once = self._num_passes, 1
+        if trainee.stages is not None and self._is_even:
+            passes, at_once = 1, passes  # One behind the other through the pipeline.
         was_training = model.training
         model.eval()
         total = torch.zeros((), device=self._device)
-        for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, self._num_passes):
-            with autocast():
-                logits: Tensor = model(tokens)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            total += loss * counts
+        for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, passes):
+            own, expected = share.take(tokens), share.take(targets)
+            if trainee.laid_out is not None:
+                loss = trainee.laid_out.summed_loss(
+                    model, own, expected, autocast, num_micro_batches=at_once
+                )
+            else:
+                with autocast():
+                    logits: Tensor = model(own)
+                loss = summed_loss(logits, expected)
+            total += loss * (counts * share.loss_weight)
         model.train(was_training)
         dist.all_reduce(total)
         mean = total.item() / (self._config.batch_size * self._config.context_length)
@@ -128,17 +143,16 @@ class Sampler:
             device,
             is_compiled=config.model.compile_blocks,
         )
-        longest = trainee.module.max_context_length
-        if longest is not None and len(sampler._prompt) >= longest:
+        longest, room = trainee.module.max_context_length, sampler._room(trainee)
+        if len(sampler._prompt) >= room:
+            cut = "" if room == longest else f", of which the layout's ranks can divide {room:,}"
             raise UsageError(
                 f"evaluation.sample_prompt has {len(sampler._prompt):,} tokens, and the model's "
-                f"context is {longest:,}; shorten it"
+                f"context is {longest:,}{cut}; shorten it"
             )
         return sampler
 
-    def sample(
-        self, trainee: Trainee, autocast: Callable[[], contextlib.AbstractContextManager[object]]
-    ) -> str:
+    def sample(self, trainee: Trainee, autocast: Context) -> str:
         """Returns the continuation; all ranks call it, as each may hold a part of the model.
 
         Args:
@@ -149,15 +163,35 @@ class Sampler:
         trainee.model.eval()
         # Compiled blocks would be compiled again for every length.
         as_written = torch.compiler.set_stance("force_eager") if self._is_compiled else None
+        laid_out, room = trainee.laid_out, self._room(trainee)
+
+        def filled(tokens: Tensor) -> Tensor:
+            assert laid_out is not None
+            # What comes after a token has no influence on it.
+            whole = F.pad(tokens, (0, room - tokens.shape[1]))
+            return laid_out.logits(trainee.model, whole, autocast)[:, : tokens.shape[1]]
+
         with autocast(), as_written or contextlib.nullcontext():
             made = generate(
-                trainee.module, self._prompt, self._num_tokens, temperature=0, forward=trainee.model
+                trainee.module,
+                self._prompt,
+                min(self._num_tokens, room - len(self._prompt)),
+                temperature=0,
+                forward=trainee.model if laid_out is None else filled,
+                cached=laid_out is None,
             )
             # All of them, also after the document's end: every rank makes as many passes.
             tokens = list(made)
         trainee.model.train(was_training)
         end = self._tokenizer.end_of_document
         return self._tokenizer.decode(itertools.takewhile(lambda token: token != end, tokens))
+
+    def _room(self, trainee: Trainee) -> int:
+        """Returns the tokens of prompt and continuation, as many as a mesh divides them into."""
+        room, longest = len(self._prompt) + self._num_tokens, trainee.module.max_context_length
+        divisor = 1 if trainee.laid_out is None else trainee.laid_out.divisor
+        room += -room % divisor
+        return room if longest is None else min(room, longest - longest % divisor)
 
 
 def _bytes_per_token(config: LoaderConfig) -> float:

@@ -8,6 +8,7 @@ from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
+from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
@@ -15,6 +16,7 @@ from paceline.prediction.calibration_records import calibrations
 from paceline.prediction.step import strategy_step_terms
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
+from paceline.training.layouts.layout import layout_of
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, take "
@@ -32,13 +34,14 @@ class Forecast:
     """Of the whole run, in forward and backward."""
     tokens: int
     """That the run trains on."""
-    memory: MemoryParts
-    """At the peak of a step, on the rank that holds most."""
+    memory: MemoryParts | None
+    """At the peak of a step, on the rank that holds most; None on a mesh of several axes, where
+    ``paceline plan search`` predicts it."""
     kept_in_memory_bytes: int
     """Of a rank's host, for states that are kept there: its part and a replica of another's, both
     twice while a save is under way, and the copy that the save is made from; 0 where none are."""
     step_time_s: float | None
-    """Predicted from a calibration of the machine; None without one."""
+    """Predicted from a calibration of the machine; None without one, and on such a mesh."""
     final_loss: Estimate | None = None
     """Loss at the end, predicted from smaller runs; None without them."""
 
@@ -60,18 +63,22 @@ def forecast(
     """
     shape = config.model.shape
     strategy = config.parallel.strategy_on(world_size)
-    passes = config.training.num_passes(world_size)
-    own = -(-config.training.batch_size // world_size)
+    layout = layout_of(config, world_size)
+    passes = config.training.num_passes(layout.data_parallel)
+    own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
-    memory = step_memory(
-        shape,
-        batch,
-        precision_preset(config.training.precision),
-        strategy,
-        world_size,
-        activation_checkpointing=config.model.activation_checkpointing,
-        bucket_size_mb=config.parallel.bucket_size_mb,
-    )
+    memory = step_time_s = None
+    if not needs_mesh(layout):
+        memory = step_memory(
+            shape,
+            batch,
+            precision_preset(config.training.precision),
+            strategy,
+            world_size,
+            activation_checkpointing=config.model.activation_checkpointing,
+            bucket_size_mb=config.parallel.bucket_size_mb,
+        )["before_step"]
+        step_time_s = _step_time_s(config, batch, strategy, world_size, passes, calibration)
     tokens = config.tokens_per_step * config.training.steps
     per_token = flops_per_token(
         shape,
@@ -83,9 +90,9 @@ def forecast(
         num_steps=config.training.steps,
         flops=per_token.model * tokens,
         tokens=tokens,
-        memory=memory["before_step"],
+        memory=memory,
         kept_in_memory_bytes=_kept_in_memory_bytes(config, batch, world_size),
-        step_time_s=_step_time_s(config, batch, strategy, world_size, passes, calibration),
+        step_time_s=step_time_s,
     )
 
 
@@ -101,18 +108,20 @@ def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int)
 
 def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
     """Raises if the peak of a step is beyond what a rank may take, where that is known."""
-    if limit_bytes is not None and predicted.memory.total > limit_bytes:
+    if limit_bytes is None or predicted.memory is None:
+        return
+    if predicted.memory.total > limit_bytes:
         raise UsageError(
-            f"{memory_need(predicted)}, and a rank may take {format_binary_bytes(limit_bytes)}; "
-            f"{MEMORY_REMEDY}"
+            f"{memory_need(predicted.memory)}, and a rank may take "
+            f"{format_binary_bytes(limit_bytes)}; {MEMORY_REMEDY}"
         )
 
 
-def memory_need(predicted: Forecast) -> str:
+def memory_need(memory: MemoryParts) -> str:
     """Returns what a step was predicted to need, as a sentence begins."""
     return (
-        f"a step needs {format_binary_bytes(predicted.memory.total)} per rank, of which "
-        f"activations {format_binary_bytes(predicted.memory.activations)}"
+        f"a step needs {format_binary_bytes(memory.total)} per rank, of which "
+        f"activations {format_binary_bytes(memory.activations)}"
     )
 
 

@@ -71,16 +71,25 @@ def train(
     num_steps = config.training.steps
     watch = Watch(config, session, trainee)
     runner = TrainingStep(
-        config.training, trainee.model, list(trainee.optimizers.values()), session.device, watch
+        config.training,
+        trainee.model,
+        list(trainee.optimizers.values()),
+        session.device,
+        watch,
+        share=trainee.share,
+        laid_out=trainee.laid_out,
     )
-    held_out = HeldOut.of(config, session.device)
+    held_out = HeldOut.of(config, trainee, session.device)
     sampler = Sampler.of(config, trainee, session.device)
     probe = StepProbe(
         trainee.model, session.device, config.logging.every_steps, enabled=session.rank == 0
     )
     with (
         TorchLoader(
-            config.loader(), device=session.device, rank=session.rank, world_size=session.world_size
+            config.loader(),
+            device=session.device,
+            rank=trainee.share.data_rank,
+            world_size=trainee.share.data_ranks,
         ) as loader,
         watch.dog,
     ):
@@ -143,7 +152,7 @@ def train(
             ):
                 began = time.perf_counter()
                 beat(Phase.EVALUATION)
-                found = held_out.evaluate(trainee.model, runner.autocast)
+                found = held_out.evaluate(trainee, runner.autocast)
                 sample = None if sampler is None else sampler.sample(trainee, runner.autocast)
                 observer.note(
                     EvaluationRow(

@@ -10,6 +10,7 @@ import msgspec
 from paceline.core import plan as core_plan
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.presets import model_preset
+from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import ModelShape, require_buildable
 from paceline.core.strategies import StrategyName
 from paceline.prediction.records import STEP
@@ -77,17 +78,24 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
             f"{where}: a mixture of experts, which paceline train does not have; its files for "
             "Megatron-LM and torchtitan are beside it, and dense models can be searched --runnable"
         )
-    _require_runnable(layout, where)
     require_buildable(plan.model)
+    work = Work(
+        shape=plan.model,
+        context_length=batch.context_length,
+        num_micro_batches=batch.accumulation_steps,
+    )
+    require_runnable(layout, work, where)
     world_size = layout.world_size
+    sequences = batch.num_sequences * batch.accumulation_steps
     precision = "float32" if plan.precision.compute == "float32" else "bfloat16"
     changes = [
         *_dimensions(plan.model),
         f'model.activation_checkpointing="{layout.activation_checkpointing}"',
         f"data.context_length={batch.context_length}",
         f"training.micro_batch_size={batch.num_sequences}",
-        f"training.batch_size={batch.num_sequences * batch.accumulation_steps * world_size}",
+        f"training.batch_size={sequences * layout.data_parallel}",
         f'training.precision="{precision}"',
+        *_axes(layout),
     ]
     if world_size > 1:
         changes.append(f'parallel.strategy="{_STRATEGIES[layout.sharding]}"')
@@ -99,19 +107,18 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
     return Plan(changes=tuple(changes), world_size=world_size, step_time_s=step_time_s)
 
 
-def _require_runnable(layout: core_plan.ParallelLayout, where: str) -> None:
-    """Refuses what our trainer has no strategy for."""
-    axes = {axis: getattr(layout, axis) for axis in ("tensor", "context", "pipeline", "expert")}
-    if layout.replicate > 1 and layout.shard > 1:
-        axes |= {"replicate": layout.replicate, "shard": layout.shard}
-    unknown = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
-    if layout.activation_checkpointing == "selective":
-        unknown.append("selective recomputation")
-    if unknown:
-        raise UsageError(
-            f"{where}: {', '.join(unknown)}: paceline train is data-parallel; paceline plan search "
-            "--runnable finds such a layout, and --out writes files for torchtitan and Megatron-LM"
-        )
+def _axes(layout: core_plan.ParallelLayout) -> list[str]:
+    """Returns the axes of a layout; what they leave of the ranks shares the states."""
+    replicate = layout.replicate if layout.sharding != "none" else 1
+    sequence_parallel = "true" if layout.sequence_parallel else "false"
+    return [
+        f"parallel.tensor={layout.tensor}",
+        f"parallel.sequence_parallel={sequence_parallel}",
+        f"parallel.context={layout.context}",
+        f"parallel.pipeline={layout.pipeline}",
+        f"parallel.interleave={layout.pipeline_interleave}",
+        f"parallel.replicate={replicate}",
+    ]
 
 
 def _dimensions(shape: ModelShape) -> list[str]:

@@ -20,6 +20,7 @@ from paceline.records.environment import capture_environment
 from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
+from paceline.training.layouts.layout import layout_of
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.observers import Observer, Observers
@@ -91,8 +92,9 @@ def _run(
             raise
         predicted = ""
         if config.model.hugging_face is None:
-            need = memory_need(forecast(config, session.world_size))
-            predicted = f", where {need} by the prediction"
+            memory = forecast(config, session.world_size).memory
+            if memory is not None:
+                predicted = f", where {memory_need(memory)} by the prediction"
         raise OutOfMemoryError(
             f"rank {session.rank} is out of memory{predicted}; {MEMORY_REMEDY}"
         ) from error
@@ -121,10 +123,11 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
     """
     require_data(config)
     require_sinks(config.logging.sinks)
-    if config.training.batch_size < world_size:
+    data_ranks = layout_of(config, world_size).data_parallel
+    if config.training.batch_size < data_ranks:
         raise UsageError(
             f"training.batch_size {config.training.batch_size} leaves some of the "
-            f"{world_size} ranks without a sequence; raise it, or start fewer ranks"
+            f"{data_ranks} ranks without a sequence; raise it, or start fewer ranks"
         )
     if config.model.hugging_face is None:  # What others need is not known.
         require_fit(forecast(config, world_size), rank_bytes)

@@ -144,7 +144,7 @@ class RunStates:
         """Returns the state, what the run says of itself, and what this rank does."""
         identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
         return (
-            training_state(trainee.model, trainee.optimizers),
+            training_state(trainee.model, trainee.optimizers, trainee.stages),
             msgspec.to_builtins(identity),
             {"random": capture_random_state()},
         )
@@ -157,7 +157,8 @@ class RunStates:
                 "change out, or the model"
             )
         has_trained = saved.data is not None
-        load_training_state(source, trainee.model, trainee.optimizers if has_trained else {})
+        optimizers = trainee.optimizers if has_trained else {}
+        load_training_state(source, trainee.model, optimizers, trainee.stages)
 
 
 def _identity(config: RunConfig) -> RunIdentity:

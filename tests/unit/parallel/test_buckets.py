@@ -97,18 +97,19 @@ def test_the_edges_hold_a_mebibyte() -> None:
     assert EDGE_BYTES == 2**20
 
 
-def test_ten_thousand_tensors_are_planned_within_20_milliseconds() -> None:
+def test_ten_thousand_tensors_are_planned_at_once() -> None:
     tensors = [TensorSpec(str(i), i * 7919 % 100_000, torch.float32, CPU) for i in range(10_000)]
     durations = []
     gc.disable()  # What a collection costs depends on what other tests have left behind.
     try:
-        for _ in range(100):
+        for _ in range(20):
             started = time.process_time()
             plan_buckets(tensors, 25 * 2**20)
             durations.append(time.process_time() - started)
     finally:
         gc.enable()
-    assert min(durations) < 0.020
+    # 10 to 30 ms by machine and load; looking at every tensor for every tensor takes seconds.
+    assert min(durations) < 0.5
 
 
 @pytest.mark.parametrize(

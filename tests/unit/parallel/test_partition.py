@@ -66,10 +66,11 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
 def test_a_layout_for_many_ranks_takes_no_memory_for_each() -> None:
     """A trillion elements over 16,384 ranks: what a rank computes does not grow with the ranks."""
     specs = [TensorSpec(str(place), 10**9, torch.float32, CPU) for place in range(1000)]
-    began = time.perf_counter()
+    began = time.process_time()
     (layout,) = plan_shards(specs, [0] * 16_384, Partition.ELEMENTS)
     pieces = list(layout.slices(9_999))
-    assert time.perf_counter() - began < 0.2
+    # Milliseconds on an idle machine; something for every rank and tensor takes seconds.
+    assert time.process_time() - began < 3
     assert isinstance(layout.borders, range)
     assert 1 <= len(pieces) <= 2
     assert sum(piece.end - piece.start for piece in pieces) == layout.borders[1]

@@ -83,6 +83,7 @@ def make_record(quantity: str, seconds: float = 1e-3, **fields: Any) -> Record:
         "linear": ("forward_time_s", "backward_time_s"),
         "attention": ("forward_time_s", "backward_time_s"),
         "call": ("forward_time_s", "backward_time_s"),
+        "engine": ("block_time_s",),
         "contention": ("lost_s_per_byte", "slowdown"),
         "collective": ("latency_s", "algorithm_bandwidth_bytes_per_s", "max_relative_error"),
     }.get(quantity, ("element_time_s",))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from paceline.core import UsageError
 from paceline.prediction.calibration import Timed, linear_work, nearest_times
 from paceline.prediction.calibration_records import calibrations
-from tests.unit.prediction.calibration_cases import make_record, make_records
+from paceline.records.kinds import LINK_RATE
+from tests.unit.prediction.calibration_cases import ENVIRONMENT, make_record, make_records
 
 DIMENSIONS = st.tuples(*[st.integers(1, 4096)] * 3)
 
@@ -86,3 +87,31 @@ def test_an_operation_that_was_not_measured_is_named() -> None:
     (made,) = calibrations(make_records())
     with pytest.raises(UsageError, match="holds no gather_from_owners"):
         made.collective("gather_from_owners")
+
+
+def test_the_engine_is_read_where_it_was_timed() -> None:
+    (without,) = calibrations(make_records())
+    assert without.engine == {}
+    timed = [make_record("engine", 2e-3, engine=name) for name in ("plain", "tensor")]
+    (calibration,) = calibrations([*make_records(), *timed])
+    assert calibration.engine == {"plain": 2e-3, "tensor": 2e-3}
+
+
+@pytest.mark.parametrize(
+    ("place", "machines"),
+    [
+        ({"num_hosts": 1}, 1),
+        ({"num_hosts": 2}, 2),
+        # Hosts of the lab are namespaces of one machine.
+        ({"num_hosts": 2, LINK_RATE: 1e9}, 1),
+    ],
+)
+def test_ranks_share_the_processors_of_their_machine(
+    place: dict[str, object], machines: int
+) -> None:
+    processors = ENVIRONMENT.num_processors
+    ranks = 6 * processors
+    (calibration,) = calibrations(make_records(world_size=ranks, **place))
+    assert calibration.oversubscription == 6 / machines
+    (few,) = calibrations(make_records(world_size=1))
+    assert few.oversubscription == 1

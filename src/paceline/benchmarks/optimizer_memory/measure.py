@@ -34,8 +34,8 @@ from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
 from paceline.benchmarks.optimizer_memory.config import OptimizerCase
 from paceline.benchmarks.strategies.step import StrategyStep
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
+from paceline.parallel.buckets import local_tensor
 from paceline.parallel.ranks.collectives import reduce_numbers
-from paceline.parallel.zero.optimizer import local_tensor
 
 STEP = "step_time_s"
 OPTIMIZER = "optimizer_time_s"

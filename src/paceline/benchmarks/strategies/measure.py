@@ -1,19 +1,16 @@
 """Training steps under several strategies, measured in turn on the same ranks.
 
 Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
-own. In every round each strategy takes one step, in an order drawn anew for each round, so that
-what slows the machine slows all of them. Before a step the ranks meet in a barrier that is
-not timed. A step is cut where no message is in flight: it begins with the optimizer, which uses the
-gradients that the step before has left, so that parameters which travel during forward are counted
-with it. After the rounds, each strategy's gradients are sent again with nothing else going on,
-which is its communication time.
+own. Before a step the ranks meet in a barrier that is not timed. A step is cut where no message is
+in flight: it begins with the optimizer, which uses the gradients that the step before has left, so
+that parameters which travel during forward are counted with it. After the rounds, each strategy's
+gradients are sent again with nothing else going on, which is its communication time.
 
 A step's time is that of the slowest rank. Its exposed communication is that of the rank that
 waits least after its last gradient: the others also wait for that rank to compute.
 """
 
 import dataclasses
-import random
 import time
 
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
+from paceline.benchmarks.harness.turns import Turns, hold
 from paceline.benchmarks.strategies.config import DataParallelCase, Variant
 from paceline.benchmarks.strategies.step import StrategyStep
 from paceline.core.ranges import step_range
@@ -149,27 +147,12 @@ class VariantResult:
     """An automatic bucket size, and what it was chosen by."""
 
 
-class Comparison:
+class Comparison(Turns):
     """All strategies of one case on one rank."""
 
     def __init__(self, case: DataParallelCase, device: torch.device) -> None:
-        self.device = device
         self.steps = [DataParallelStep(case, variant, device) for variant in case.variants]
-        self.samples: list[dict[str, list[float]]] = [{} for _ in self.steps]
-        self.num_rounds = 0
-
-    def run_round(self, *, measured: bool) -> float:
-        """Lets every strategy take one step; returns the slowest rank's seconds for all."""
-        began = time.perf_counter()
-        order = list(range(len(self.steps)))
-        random.Random(self.num_rounds).shuffle(order)  # The same on all ranks.
-        self.num_rounds += 1
-        for index in order:
-            laps = self.steps[index].run()
-            if measured:
-                for name, seconds in laps.items():
-                    self.samples[index].setdefault(name, []).append(seconds)
-        return reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, self.device)[0]
+        super().__init__(self.steps, device)
 
     def results(self) -> list[VariantResult]:
         """Times communication, takes the memory, and joins what the ranks have measured."""
@@ -191,28 +174,6 @@ class Comparison:
         )
 
 
-# One comparison at a time lives on a rank, between the calls that the ranks are sent.
-_current: list[Comparison] = []
-
-
 def prepare(device: torch.device, case: DataParallelCase) -> None:
-    """Builds all strategies of a case on this rank, and lets go of those before."""
-    _current.clear()
-    _current.append(Comparison(case, device))
-
-
-def current() -> Comparison:
-    """Returns what was prepared on this rank."""
-    return _current[0]
-
-
-def run_round(_device: torch.device, measured: bool) -> float:
-    """Runs one round of what was prepared."""
-    return current().run_round(measured=measured)
-
-
-def collect(_device: torch.device) -> list[VariantResult]:
-    """Ends what was prepared and returns its results."""
-    results = current().results()
-    _current.clear()
-    return results
+    """Builds all strategies of a case on this rank."""
+    hold(lambda: Comparison(case, device))

@@ -17,10 +17,11 @@ from paceline.accounting.communication.overlap_simulator import simulate_buckets
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
+from paceline.benchmarks.harness.turns import held, warm_up
 from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep
-from paceline.benchmarks.strategies.measure import EXPOSED, current
+from paceline.benchmarks.strategies.measure import EXPOSED, Comparison, prepare
 from paceline.benchmarks.strategies.memory_check import memory_obstacle
-from paceline.benchmarks.strategies.sweep import GRACE_S, case_fields, prepare_and_warm_up
+from paceline.benchmarks.strategies.sweep import GRACE_S, case_fields
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND
@@ -55,7 +56,8 @@ def trace_data_parallel(
         strategies = [variant.strategy for variant in cases[0].variants]
         if (obstacle := memory_obstacle(ranks, cases[0].step, strategies)) is not None:
             raise UsageError(obstacle)
-        prepare_and_warm_up(sweep, cases[0], ranks, on_progress)
+        ranks.run(prepare, cases[0])
+        warm_up(ranks, sweep.warmup, sweep.rounds, on_progress)
         traced: TracedRounds = ranks.run(trace_rounds, trace, sweep.rounds)
         on_progress(sweep.num_rounds, sweep.num_rounds)
         if ranks.is_first:
@@ -65,7 +67,8 @@ def trace_data_parallel(
 
 def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> TracedRounds:
     """Runs some rounds of what was prepared, and records them on every rank."""
-    comparison = current()
+    comparison = held()
+    assert isinstance(comparison, Comparison)
     stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
     for step in comparison.steps:
         record_statistics(step.model)

@@ -9,9 +9,10 @@ from paceline.benchmarks.harness.ranks import MeasuringRanks
 from paceline.benchmarks.step.config import StepCase
 from paceline.benchmarks.step.training_step import LEARNING_RATE, TrainingStep, step_case_fields
 from paceline.benchmarks.strategies.config import Variant
+from paceline.parallel.buckets import local_tensor
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.strategies import apply_strategy, make_optimizer
-from paceline.parallel.zero.optimizer import ShardedOptimizer, local_tensor, state_tensors
+from paceline.parallel.zero.optimizer import ShardedOptimizer, state_tensors
 from paceline.records import CaseValue
 
 

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 from paceline.benchmarks.harness.measure import Progress, ratio_metric
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
+from paceline.benchmarks.harness.turns import measure_rounds
 from paceline.benchmarks.strategies.config import DataParallelCase, DataParallelSweep, Variant
-from paceline.benchmarks.strategies.measure import (
-    EXPOSED,
-    STEP,
-    VariantResult,
-    collect,
-    prepare,
-    run_round,
-)
+from paceline.benchmarks.strategies.measure import EXPOSED, STEP, VariantResult, prepare
 from paceline.benchmarks.strategies.memory_check import memory_obstacle
 from paceline.benchmarks.strategies.step import strategy_case_fields
 from paceline.records import CaseValue, Metric, Record
@@ -32,16 +26,6 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
     for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
         for case in sweep.cases():
             yield from ranks.on_first(_records_of(sweep, case, ranks, on_progress))
-
-
-def prepare_and_warm_up(
-    sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
-) -> None:
-    """Builds all strategies on every rank, and runs the rounds that are not measured."""
-    ranks.run(prepare, case)
-    for completed in range(sweep.warmup):
-        ranks.run(run_round, False)
-        on_progress(completed + 1, sweep.num_rounds)
 
 
 def _records_of(
@@ -90,15 +74,10 @@ def _predictions(
 def _measure(
     sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> list[VariantResult]:
-    prepare_and_warm_up(sweep, case, ranks, on_progress)
-    # Every rank adds up the same times, the slowest one's, so that all stop after the same round.
-    elapsed_s = 0.0
-    for completed in range(sweep.rounds):
-        elapsed_s += ranks.run(run_round, True)
-        on_progress(sweep.warmup + completed + 1, sweep.num_rounds)
-        if elapsed_s > sweep.time_limit_s:
-            break
-    results: list[VariantResult] = ranks.run(collect)
+    ranks.run(prepare, case)
+    results: list[VariantResult] = measure_rounds(
+        ranks, sweep.warmup, sweep.rounds, sweep.time_limit_s, on_progress
+    )
     for variant, result in zip(case.variants, results, strict=True):
         if result.choice is not None and ranks.is_first:
             _logger.info("%s: %s", variant.label, result.choice.explain())

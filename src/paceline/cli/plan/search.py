@@ -12,6 +12,7 @@ from paceline.cli.plan.quantities import parse_count
 from paceline.cli.plan.search_options import ClusterOptions
 from paceline.core.errors import UsageError
 from paceline.core.presets import find_preset, mixture_names, preset_names, preset_spelling
+from paceline.core.runnable import Work, refusals
 
 if TYPE_CHECKING:
     from paceline.planner.search.advice import Change, FrontPoint
@@ -44,7 +45,7 @@ class SearchCommand:
     """Why not another: fields of a layout, such as tp=8,pp=2 (also dp, replicate, shard, sp, cp,
     ep, vp, zero, micro, recompute)."""
     runnable: bool = False
-    """Only what Paceline's own trainer runs: data-parallel strategies and ZeRO stages."""
+    """Only what Paceline's own trainer runs."""
     advice: bool = True
     """What would help, by searching again with one thing changed; --no-advice leaves it out."""
     figure: pathlib.Path | None = None
@@ -180,7 +181,12 @@ class SearchCommand:
         from paceline.planner.search.exports.write import write_exports
 
         assert self.out is not None
-        paths = write_exports(
-            self.out, result.best, result.question, self.cluster.device, is_runnable=self.runnable
+        best, question = result.best, result.question
+        work = Work(
+            shape=question.shape,
+            context_length=question.context_length,
+            num_micro_batches=best.batch.accumulation_steps,
         )
+        runs = question.experts is None and not refusals(best.layout, work)
+        paths = write_exports(self.out, best, question, self.cluster.device, is_runnable=runs)
         say(f"wrote {', '.join(map(str, paths))}")

@@ -76,7 +76,7 @@ class ClusterOptions:
         from paceline.planner.search.question import SearchQuestion, training_precision
 
         calibration = self._calibration(self.precision, of_experts=experts is not None)
-        conventions, beyond = Conventions(shards_context=False), PLAIN
+        conventions, beyond = Conventions(shards_context=runnable), PLAIN
         precision = training_precision(self.precision, autocast=runnable)
         if calibration is not None and not runnable:
             conventions = calibration.conventions

@@ -181,6 +181,7 @@ def attention(
     value: Tensor,
     *,
     causal: bool,
+    causal_align: CausalAlign = "top_left",
     implementation: AttentionImplementation,
 ) -> Tensor:
     """Computes attention as the model's configuration names it: naive stores all scores.
@@ -190,15 +191,18 @@ def attention(
         key: (batch, key heads, keys, head_dim).
         value: As the keys.
         causal: Whether a query sees only the keys up to its own position.
+        causal_align: Where lengths differ, as in `flash_attention`.
         implementation: A backend of `flash_attention`, or naive.
     """
     if implementation != "naive":
-        return flash_attention(query, key, value, causal=causal, backend=implementation)
+        return flash_attention(
+            query, key, value, causal=causal, causal_align=causal_align, backend=implementation
+        )
     if query.shape[1] != key.shape[1]:
         group = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(group, dim=1)
         value = value.repeat_interleave(group, dim=1)
-    return attention_reference(query, key, value, causal=causal)
+    return attention_reference(query, key, value, causal=causal, causal_align=causal_align)
 
 
 def _torch_attention(

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import UsageError
+from paceline.parallel.buckets import local_tensor
 from paceline.parallel.fsdp.checks import explain_mixed, require_dtypes, require_shardable
 from paceline.parallel.fsdp.layers import LayerSettings, shard_module
 from paceline.parallel.fsdp.materialize import (
@@ -44,7 +45,7 @@ from paceline.parallel.fsdp.materialize import (
     is_on_meta,
 )
 from paceline.parallel.fsdp.schedule import Schedule
-from paceline.parallel.fsdp.sharding import local_part, resolve_sharding
+from paceline.parallel.fsdp.sharding import resolve_sharding
 from paceline.parallel.fsdp.state import LoadsFullTensors
 from paceline.parallel.fsdp.traffic import Traffic
 from paceline.parallel.fsdp.wrap_policy import WrapPolicy
@@ -255,7 +256,7 @@ class FullyShardedDataParallel(DataParallelContainer):
         for layer in self._layers:
             for parameter in layer.parameters:
                 if parameter.shard.grad is not None:
-                    own = local_part(parameter.shard.grad)
+                    own = local_tensor(parameter.shard.grad)
                     target = replicated if layer.sharding.shard_group is None else sharded
                     if own.numel():
                         target.append(own)

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from paceline.core.errors import UsageError
+from paceline.parallel.buckets import local_tensor
 from paceline.parallel.fsdp.layout import Piece
-from paceline.parallel.fsdp.sharding import as_dtensor, local_part
+from paceline.parallel.fsdp.sharding import as_dtensor
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -28,7 +29,7 @@ class LayerParameter:
 
     def require_in_place(self) -> None:
         """Refuses a shard that no longer lies in the flat shard, which is what is gathered."""
-        own = local_part(self.shard)
+        own = local_tensor(self.shard)
         if own.dtype != self.local.dtype or own.device != self.local.device:
             raise UsageError(
                 f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
@@ -44,6 +45,6 @@ class LayerParameter:
     def add_gradient(self, mean: Tensor) -> None:
         """Adds a mean to the shard's gradient, or makes it that."""
         if self.shard.grad is not None:
-            local_part(self.shard.grad).add_(mean)
+            local_tensor(self.shard.grad).add_(mean)
         else:
             self.shard.grad = mean if self.spec is None else as_dtensor(mean, self.spec)

@@ -62,11 +62,6 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, as a plain one that shares its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def resolve_sharding(
     where: dist.ProcessGroup | DeviceMesh | None, device: torch.device
 ) -> tuple[dist.ProcessGroup, Sharding, Sharding]:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
-from paceline.parallel.buckets import tensor_spec
+from paceline.parallel.buckets import local_tensor, tensor_spec
 from paceline.parallel.partition import Partition, choose_partition, plan_shards
 from paceline.parallel.reducer.module_checks import resolve_group
 from paceline.parallel.reducer.settings import GroupReference
@@ -317,12 +317,6 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def _tensors_in_state(optimizer: Optimizer) -> list[Tensor]:
     kept = tree_leaves(list(optimizer.state.values()))
     return [local_tensor(value) for value in kept if isinstance(value, Tensor)]
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor; torch's fully_shard shards its tensors."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _batches(flats: Sequence[FlatParameters]) -> Iterator[list[FlatParameters]]:

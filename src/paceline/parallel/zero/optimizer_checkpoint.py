@@ -111,13 +111,29 @@ def checkpoint_state(
     return {**state, **describe(groups, names)}
 
 
-def describe(groups: Sequence[dict[str, Any]], names: dict[nn.Parameter, str]) -> dict[str, Any]:
-    """Returns what a checkpoint says of an optimizer beside its state: options, and shapes."""
+def describe(
+    groups: Sequence[dict[str, Any]],
+    names: dict[nn.Parameter, str],
+    stages: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Returns what a checkpoint says of an optimizer beside its state: options, and shapes.
+
+    Args:
+        groups: Of this rank's parameters.
+        names: Of these parameters.
+        stages: The ranks that have the others, where a pipeline divides them.
+    """
+    layout = {name: _layout(parameter) for parameter, name in names.items()}
+    packed = pack_groups(groups)
+    if stages is not None:
+        for group, size in zip(packed, _joint_lengths(groups, names, stages), strict=True):
+            group["params"] = list(range(size))
+        layout = {name: each for part in _from_each(layout, stages) for name, each in part.items()}
     # As text: the checkpoint would take lists apart. A learning rate may be a tensor.
     options = json.dumps(
-        [_pack_lists(group) for group in pack_groups(groups)], default=lambda value: value.item()
+        [_pack_lists(group) for group in packed], default=lambda value: value.item()
     )
-    return {_GROUPS: options, _LAYOUT: json.dumps({name: _layout(p) for p, name in names.items()})}
+    return {_GROUPS: options, _LAYOUT: json.dumps(layout)}
 
 
 def load_checkpoint(
@@ -178,13 +194,30 @@ def load_entries(
     prefix: str,
     group: dist.ProcessGroup | None,
     planner: LoadPlanner | None,
+    stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Reads entries of a checkpoint, and gives groups their options, if shapes are the same."""
     groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
     wanted |= {groups_name: None, layout_name: None}
     load(wanted, storage_reader=reader, process_group=group, planner=planner)
     _require_layout(names, json.loads(wanted[layout_name]))
-    load_options(groups, _unpack_groups(wanted[groups_name]))
+    lengths = None if stages is None else _joint_lengths(groups, names, stages)
+    load_options(groups, _unpack_groups(wanted[groups_name]), lengths)
+
+
+def _joint_lengths(
+    groups: Sequence[dict[str, Any]], names: dict[nn.Parameter, str], stages: dist.ProcessGroup
+) -> list[int]:
+    """Returns how many parameters each group has on all stages; a copy on another counts once."""
+    own = [[names[parameter] for parameter in group["params"]] for group in groups]
+    gathered = _from_each(own, stages)
+    return [len(set().union(*same)) for same in zip(*gathered, strict=True)]
+
+
+def _from_each(value: Any, stages: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(gathered, value, group=stages)
+    return gathered
 
 
 def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:

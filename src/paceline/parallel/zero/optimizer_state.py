@@ -165,9 +165,19 @@ def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def load_options(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Gives groups the options that were saved."""
-    lengths = [len(group["params"]) for group in groups]
+def load_options(
+    groups: Sequence[dict[str, Any]],
+    saved: Sequence[dict[str, Any]],
+    lengths: Sequence[int] | None = None,
+) -> None:
+    """Gives groups the options that were saved.
+
+    Args:
+        groups: Of this rank.
+        saved: Of all parameters.
+        lengths: Parameters of each group, where this rank has a part of them.
+    """
+    lengths = [len(group["params"]) for group in groups] if lengths is None else lengths
     saved_lengths = [len(group["params"]) for group in saved]
     if lengths != saved_lengths:
         raise OptimizerStateError(

@@ -89,7 +89,6 @@ def cluster_of(
     # Operands are read, cast and written at the same pace whatever the dtype of the matmul, so that
     # a rate twice as high needs twice the size to be reached.
     faster = device.peak(dtype) / half
-    named = ("dispatch_s", "misaligned", "exposed_share", "contention", "step_s")
     return Cluster(
         flops_per_s=values["matmul_share"] * device.peak(dtype),
         memory_bytes_per_s=values["memory_share"] * device.memory_bytes_per_s,
@@ -98,6 +97,10 @@ def cluster_of(
         attention_flops_per_s=None if attention is None else attention * half,
         matmul_tokens=faster * values.get("matmul_tokens", 0.0),
         matmul_width=faster * values.get("matmul_width", 0.0),
+        dispatch_s=values.get("dispatch_s", 0.0),
+        misaligned=values.get("misaligned", 0.0),
+        exposed_share=values.get("exposed_share", 0.0),
+        contention=values.get("contention", 0.0),
+        step_s=values.get("step_s", 0.0),
         cells=cells,
-        **{name: values.get(name, 0.0) for name in named},
     )

@@ -39,7 +39,9 @@ Latent attention also keeps what its projections go through, which is not counte
 
 A pipeline of p stages has up to p micro-batches in flight, so that the first stage keeps as many
 blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
-them (Narayanan et al. 2021). With fewer micro-batches than that, only so many are there.
+them (Narayanan et al. 2021). Our trainer's stages have unequal numbers of blocks, so that another
+than the first may keep most: r stages before the last it keeps r + 1 micro-batches. With fewer
+micro-batches than that, only so many are there.
 """
 
 from typing import Any
@@ -49,6 +51,7 @@ import numpy as np
 from paceline.accounting.explanation import Quantity
 from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.planner.trainer.stages import StageLoads, stage_loads
 
 _FLOAT32_BYTES = 4
 
@@ -150,8 +153,19 @@ def blocks_in_flight(layouts: Layouts, workload: Workload) -> tuple[Any, Any]:
     first = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
     last = ((parts - 1) * stages + 1) / (stages * parts)
     most = np.asarray(workload.num_micro_batches) / stages
-    num_layers = workload.shape.num_layers
-    return num_layers * np.minimum(first, most), num_layers * np.minimum(last, most)
+    first_layers: Any = workload.shape.num_layers
+    last_layers: Any = workload.shape.num_layers
+    if workload.trainer_stages:
+        loads = trainer_loads(layouts, workload)
+        first_layers, last_layers = loads.in_flight, stages * loads.last
+    return first_layers * np.minimum(first, most), last_layers * np.minimum(last, most)
+
+
+def trainer_loads(layouts: Layouts, workload: Workload) -> StageLoads:
+    """Returns what the fullest ranks of our trainer's pipelines have."""
+    return stage_loads(
+        workload.shape, workload.context_length, layouts.pipeline, layouts.pipeline_interleave
+    )
 
 
 def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:

@@ -6,10 +6,32 @@ one belongs to a term that is off by default, and that a calibration turns on
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from paceline.core.errors import UsageError
 from paceline.planner.cost.measured_cells import MeasuredCells
 from paceline.planner.cost.topology import Tiers
+
+
+class Engine(NamedTuple):
+    """What torch's engine takes whatever the sizes are: on CPUs nothing hides it."""
+
+    block_s: float = 0.0
+    """Of a block's pass, beyond its launches."""
+    tensor_block_s: float = 0.0
+    """Of a block's pass on tensor ranks, beyond that: dispatch of DTensors and their collectives'
+    latency."""
+    sequence_block_s: float = 0.0
+    """As `tensor_block_s`, with sequence parallelism."""
+    collective_s: float = 0.0
+    """Of a collective of FSDP2, beyond its bytes."""
+    stage_s: float = 0.0
+    """Of a pass through a stage of a pipeline, beyond its blocks: the schedule, and a message to
+    each neighbour."""
+
+
+NO_ENGINE = Engine()
+_RATES = ("flops_per_s", "memory_bytes_per_s", "attention_flops_per_s", "update_bytes_per_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +61,23 @@ class Cluster:
     """Share by which data-parallel traffic slows down each time the number of hosts doubles."""
     step_s: float = 0.0
     """Of a step, whatever its work: data, logging, the launches of the optimizer."""
+    update_bytes_per_s: float | None = None
+    """Of one device in the optimizer's step; None for the memory's rate."""
+    engine: Engine = NO_ENGINE
+    oversubscription: float = 1.0
+    """Ranks that share a processor: while one waits, another has it for itself."""
     cells: MeasuredCells | None = None
     """What measured runs of the same sizes took beyond the formulas."""
 
     def __post_init__(self) -> None:
-        for field in ("flops_per_s", "memory_bytes_per_s", "attention_flops_per_s"):
+        for field in _RATES:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise UsageError(f"Cluster.{field} is {value}; it must be positive")
+        if self.oversubscription < 1:
+            raise UsageError(
+                f"Cluster.oversubscription is {self.oversubscription}; it must be 1 or more"
+            )
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if each.default == 0.0 and value < 0:

@@ -198,6 +198,34 @@ def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
     return 1 + cluster.contention * np.log2(np.maximum(devices / inside, 1))
 
 
+def engine_block_s(layouts: Layouts, cluster: Cluster) -> Any:
+    """Returns what the engine takes for a block's pass, whatever its size."""
+    engine = cluster.engine
+    split = np.where(layouts.sequence_parallel, engine.sequence_block_s, engine.tensor_block_s)
+    # Keys and values are gathered, and their gradients scattered.
+    gathered = np.where(layouts.context > 1, 2 * engine.collective_s, 0.0)
+    return engine.block_s + np.where(layouts.tensor > 1, split, 0.0) + gathered
+
+
+def engine_stages_s(layouts: Layouts, cluster: Cluster) -> Any:
+    """Returns what the engine takes for a pass to go through a rank's stages, beyond blocks."""
+    stages_s = layouts.pipeline_interleave * cluster.engine.stage_s
+    return np.where(layouts.pipeline > 1, stages_s, 0.0)
+
+
+def engine_data_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
+    """Returns what the engine takes in a step to gather parameters and average gradients.
+
+    FSDP2 does both block by block, with the embedding and the output layer as one more.
+    """
+    passes = np.asarray(workload.num_micro_batches)
+    gathers = np.where(layouts.stage == 3, 2, np.where(layouts.stage > 0, 1, 0)) * passes
+    averages = 1 + ((layouts.stage > 0) & (layouts.replicate > 1))
+    units = workload.shape.num_layers / layouts.pipeline + 1
+    has_data = layouts.shard * layouts.replicate * layouts.context > 1
+    return np.where(has_data, units * (gathers + averages) * cluster.engine.collective_s, 0.0)
+
+
 def _stream_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns the bytes of the residual stream of one pass, before the tensor axis divides it."""
     tokens = workload.tokens / layouts.context

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.accounting.communication.collectives import Numbers
 from paceline.core.errors import UsageError
-from paceline.core.plan import ParallelLayout
+from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
 from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
@@ -25,8 +25,8 @@ AttentionKernel = Literal["naive", "flash"]
 
 AXES: tuple[Axis, ...] = ("tensor", "context", "shard", "replicate", "pipeline")
 """The innermost first."""
-SHARDING_STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
-CHECKPOINTING = {"none": 0, "selective": 1, "full": 2}
+SHARDING_STAGES: dict[str, int] = {name: stage for stage, name in enumerate(SHARDINGS)}
+CHECKPOINTING: dict[str, int] = {name: number for number, name in enumerate(CHECKPOINTINGS)}
 
 _ADAM_MOMENTS = 2
 _MASTER_BYTES = 4
@@ -115,6 +115,8 @@ class Workload:
     """Experts of every block; the shape's `d_ff` is then the width that is active."""
     bucket_copies: bool = False
     """Whether buckets hold gradients a second time, instead of being where gradients lie."""
+    trainer_stages: bool = False
+    """Whether stages have the blocks that Paceline's trainer gives them, not equal numbers."""
     framework_memory: FrameworkMemory = PLAIN
     """What the framework holds beyond the formulas."""
 

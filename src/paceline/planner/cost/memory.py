@@ -19,8 +19,10 @@ last has the fewest micro-batches in flight, and the logits of one. The larger o
 
 The fullest stage of a pipeline has ceil(L / p) blocks and the embedding, or the output layer. Where
 L + 2 blocks divide evenly and L do not, both count as blocks, as in BLOOM and Llama 3: it has
-(L + 2) / p blocks, or one less and the embedding. What frameworks hold beyond all this is that of
-`paceline.planner.cost.framework_memory`; without one, nothing.
+(L + 2) / p blocks, or one less and the embedding. For our own trainer it is the fullest of its own
+stages (`paceline.accounting.stages`), which divide the work evenly. What
+frameworks hold beyond all this is that of `paceline.planner.cost.framework_memory`; without one,
+nothing.
 
 A mixture has E experts in most of its blocks, of which a rank of x expert ranks holds E / x, each
 whole: tensor ranks do not divide them, as in Megatron with one expert tensor rank. The t c s / x
@@ -48,6 +50,7 @@ from paceline.planner.cost.activations import (
     kept_activations,
     logit_bytes,
     recomputed_bytes,
+    trainer_loads,
     whole_sequence_bytes,
 )
 from paceline.planner.cost.experts import (
@@ -212,6 +215,8 @@ def _counted(workload: Workload) -> ParameterCount:
 
 def stage_parameters(layouts: Layouts, workload: Workload) -> Any:
     """Returns the parameters of the fullest stage, all tensor ranks together, without experts."""
+    if workload.trainer_stages:
+        return trainer_loads(layouts, workload).parameters
     counted = _counted(workload)
     blocks, stages = workload.shape.num_layers, layouts.pipeline
     ends = np.maximum(counted.embedding + counted.positions, counted.head)

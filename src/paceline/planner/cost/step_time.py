@@ -21,6 +21,12 @@ and per step
     data          gradients averaged and parameters gathered, as far as the pass that they run
                   beside does not hide them; `hidden` is the share of a pass that can
     optimizer     bytes that updating one's own parameters reads and writes, over bandwidth
+    engine        what torch's own calls take whatever the sizes, where a calibration says so:
+                  per block and pass, per stage and pass, per collective of FSDP2
+
+Where o ranks share a processor, what one waits another computes: p stages on p / o processors have
+the bubble of p / o stages with o v parts each, and a stage sets the pace only if it has more than o
+times the work of the mean.
 
 Selective recomputation repeats attention's matmuls and its softmax, where scores are stored. It is
 a model to compare layouts by: exposed communication is the limit of many buckets without latency
@@ -44,6 +50,9 @@ from paceline.planner.cost.communication import (
     MeshSpans,
     all_to_all_time_s,
     context_time_s,
+    engine_block_s,
+    engine_data_s,
+    engine_stages_s,
     exposed_data,
     pipeline_time_s,
     tensor_time_s,
@@ -76,6 +85,8 @@ class StepTime:
     bubble_s: Any
     data_s: Any
     optimizer_s: Any
+    engine_s: Any
+    """Calls of torch's engine, whatever the sizes: DTensor's dispatch, FSDP2's hooks."""
     fixed_s: Any
     """What a step takes whatever its work."""
     measured_s: Any
@@ -173,7 +184,8 @@ def step_quantities(
     # The host runs ahead of the device, so that only launches that take longer than all work show.
     late = np.maximum(kernels.value * cluster.dispatch_s - (layer + waits + context).value, 0.0)
     launch = launch + _seconds(late, "launches that take longer than the layer's work")
-    layer_s = (layer + launch + waits + context).value
+    per_block = engine_block_s(layouts, cluster)
+    layer_s = (layer + launch + waits + context).value + per_block
     measured = _seconds(layer_s * (_cell_factor(layouts, workload, cluster) - 1), "cells")
     layer_s = layer_s + measured.value
     head_s = (head / flops_per_s + tokens * loss / bandwidth).value
@@ -181,8 +193,13 @@ def step_quantities(
     slowest_s = np.maximum(
         np.ceil(layers.value) * layer_s, np.floor(layers.value) * layer_s + head_s
     )
-    busy = _seconds(passes.value * (mean_s + handed_on.value), "what the mean stage is busy")
-    interleave = Quantity(layouts.pipeline_interleave, "interleave")
+    through_stages = engine_stages_s(layouts, cluster)
+    handed_on_s = handed_on.value + through_stages
+    busy = _seconds(passes.value * (mean_s + handed_on_s), "what the mean stage is busy")
+    engine_s = passes.value * (layers.value * per_block + through_stages)
+    engine_s = engine_s + engine_data_s(layouts, workload, cluster)
+    shared = cluster.oversubscription
+    slowest_s = np.maximum(slowest_s / shared, mean_s) if shared > 1 else slowest_s
     shards = np.where(layouts.stage > 0, layouts.state_shards, 1)
     owned = Quantity(num_parameters / layouts.model_devices / shards, "parameters updated")
     update = Quantity(workload.update_bytes, "bytes read and written")
@@ -196,14 +213,30 @@ def step_quantities(
         "expert_s": expert,
         "stages_s": passes * handed_on,
         "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
-        "bubble_s": pipeline_bubble(stages, passes, interleave) * busy,
+        "bubble_s": _bubble(layouts, passes, shared) * busy,
         "data_s": exposed_data(
             layouts, workload, spans, slowest_s, num_parameters, hidden, cluster
         ),
-        "optimizer_s": owned * update / bandwidth,
+        "optimizer_s": owned * update / _update_rate(cluster, bandwidth),
+        "engine_s": _seconds(engine_s, "calls of torch's engine"),
         "fixed_s": _seconds(cluster.step_s, "what every step takes"),
         "measured_s": passes * layers * measured,
     }
+
+
+def _bubble(layouts: Layouts, passes: Quantity, shared: float) -> Any:
+    """Returns the bubble of stages of which several share a processor."""
+    stages: Any = layouts.pipeline
+    parts: Any = layouts.pipeline_interleave
+    if shared > 1:
+        stages, parts = np.maximum(stages / shared, 1.0), parts * shared
+    return pipeline_bubble(Quantity(stages, "pipeline"), passes, Quantity(parts, "interleave"))
+
+
+def _update_rate(cluster: Cluster, bandwidth: Quantity) -> Quantity:
+    if cluster.update_bytes_per_s is None:
+        return bandwidth
+    return Quantity(cluster.update_bytes_per_s, "bandwidth of the optimizer", _rate("B/s"))
 
 
 def pipeline_bubble(num_stages: Any, num_micro_batches: Any, interleave: Any = 1) -> Any:

@@ -11,7 +11,8 @@ and t c p d devices are at most those that are held, whole hosts, and no fewer t
 Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage, which context
 ranks share in where the framework shards over them too; micro-batches that
 divide a rank's sequences; interleaved parts of a stage, where micro-batches come in whole rounds of
-p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation.
+p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation. Asked
+for what runs, those that `paceline.core.runnable` refuses are left out.
 
 A mixture of experts also has x expert ranks, which divide the number of experts and the t c s ranks
 of one stage that are not replicas of each other (t c d where nothing is sharded); t then divides
@@ -21,12 +22,14 @@ has it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
+from paceline.core.runnable import Work, refusals
 from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 from paceline.planner.search.meshes import Mesh, divides_layers, divisors, expert_sizes, meshes
 from paceline.planner.search.question import SearchQuestion
@@ -42,7 +45,6 @@ _OTHER_FIELDS = (
 )
 _FIELDS = (*_SHARDING_FIELDS, *_OTHER_FIELDS)
 _MIXTURE_FIELDS = (*_SHARDING_FIELDS, "expert", *_OTHER_FIELDS)
-_RUNNABLE_CHECKPOINTING = (CHECKPOINTING["none"], CHECKPOINTING["full"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,34 +146,36 @@ class _Variants:
         self._question = question
         self._shardings: dict[tuple[int, ...], Array] = {}
         self._passes: dict[tuple[int, int], Array] = {}
-        kinds = _RUNNABLE_CHECKPOINTING if question.runnable else tuple(CHECKPOINTING.values())
-        self._recomputed = _allowed(question, [(kind,) for kind in kinds], ("checkpointing",))
 
     def of(self, mesh: Mesh) -> tuple[Array, ...]:
         """Returns ways to shard, to cut the batch, to split norms and to recompute."""
         question = self._question
-        ranks: tuple[int, ...] = (mesh.data, mesh.context > 1)
+        ranks: tuple[int, ...] = (mesh.data, mesh.context > 1, mesh.tensor * mesh.pipeline > 1)
         if question.experts is not None:
             ranks = (mesh.data, mesh.context, mesh.tensor)
         if ranks not in self._shardings:
             self._shardings[ranks] = _sharded(question, mesh)
         key = (mesh.data, mesh.pipeline)
         if key not in self._passes:
-            self._passes[key] = _allowed(question, _passes(question, mesh), _PASS_FIELDS)
-        streams = _allowed(question, _streams(question, mesh), ("sequence_parallel",))
-        return self._shardings[ranks], self._passes[key], streams, self._recomputed
+            self._passes[key] = _allowed(question, mesh, _passes(question, mesh), _PASS_FIELDS)
+        streams = _allowed(question, mesh, _streams(question, mesh), ("sequence_parallel",))
+        kinds = [(kind,) for kind in CHECKPOINTING.values()]
+        recomputed = _allowed(question, mesh, kinds, ("checkpointing",))
+        return self._shardings[ranks], self._passes[key], streams, recomputed
 
 
 def _allowed(
-    question: SearchQuestion, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
+    question: SearchQuestion, mesh: Mesh, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
 ) -> Array:
-    """Returns the rows, one per column, in which no field differs from what is given of it."""
+    """Returns the rows that run, one per column, and differ in nothing from what is given."""
     given: list[Callable[[tuple[int, ...]], bool]] = [
         lambda row, place=place, value=question.fixed[field]: row[place] == value  # type: ignore[misc]
         for place, field in enumerate(fields)
         if field in question.fixed
     ]
     kept = [row for row in rows if all(agrees(row) for agrees in given)]
+    if question.runnable:
+        kept = [row for row in kept if _runs(question, mesh, dict(zip(fields, row, strict=True)))]
     return np.array(kept, dtype=np.int64).reshape(-1, len(fields)).T
 
 
@@ -179,21 +183,41 @@ def _sharded(question: SearchQuestion, mesh: Mesh) -> Array:
     """Returns the ways to shard, each with every number of expert ranks where there are experts."""
     rows = _shardings(question, mesh)
     if question.experts is None:
-        return _allowed(question, rows, _SHARDING_FIELDS)
+        return _allowed(question, mesh, rows, _SHARDING_FIELDS)
     with_experts = [
         (*row, expert) for row in rows for expert in expert_sizes(question.experts, mesh, row)
     ]
-    return _allowed(question, with_experts, (*_SHARDING_FIELDS, "expert"))
+    return _allowed(question, mesh, with_experts, (*_SHARDING_FIELDS, "expert"))
+
+
+def _runs(question: SearchQuestion, mesh: Mesh, varied: Mapping[str, int]) -> bool:
+    """Whether our own trainer runs a mesh with some fields, whatever the others are."""
+    layout = ParallelLayout(
+        tensor=mesh.tensor,
+        context=mesh.context,
+        pipeline=mesh.pipeline,
+        replicate=varied.get("replicate", mesh.data),
+        shard=varied.get("shard", 1),
+        sharding=SHARDINGS[varied.get("stage", 0)],
+        sequence_parallel=bool(varied.get("sequence_parallel", 0)),
+        pipeline_interleave=varied.get("pipeline_interleave", 1),
+        activation_checkpointing=CHECKPOINTINGS[varied.get("checkpointing", 0)],
+    )
+    work = Work(
+        shape=question.shape,
+        context_length=question.context_length,
+        num_micro_batches=varied.get("num_micro_batches"),
+    )
+    return not refusals(layout, work)
 
 
 def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
     """Returns replicas, shards and ZeRO stage; where nothing is shared the stage is 0."""
-    sizes = (mesh.data,) if question.runnable else divisors(mesh.data)
     stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
     over_context = question.conventions.shards_context and mesh.context > 1
     sharded = [
         (mesh.data // shard, shard, stage)
-        for shard in sizes
+        for shard in divisors(mesh.data)
         if shard > 1 or over_context
         for stage in stages
     ]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paceline.core.plan import ActivationCheckpointing, Estimate, ParallelLayout, Sharding
+from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
 from paceline.planner.cost.experts import model_flops_per_token
 from paceline.planner.cost.layouts import SHARDING_STAGES
@@ -15,8 +15,6 @@ from paceline.planner.search.candidates import Candidates
 from paceline.planner.search.costs import Costs
 from paceline.planner.search.question import SearchQuestion
 
-_SHARDINGS: dict[int, Sharding] = {0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}
-_CHECKPOINTINGS: dict[int, ActivationCheckpointing] = {0: "none", 1: "selective", 2: "full"}
 BOUNDS = {
     "compute_s": "compute",
     "memory_s": "memory bandwidth",
@@ -29,6 +27,7 @@ BOUNDS = {
     "bubble_s": "pipeline bubble",
     "imbalance_s": "stage imbalance",
     "data_s": "data-parallel communication",
+    "engine_s": "calls of torch's engine",
     "fixed_s": "fixed costs of a step",
     "measured_s": "what runs of such sizes took beyond the formulas",
 }
@@ -196,8 +195,8 @@ def layout_at(candidates: Candidates, place: int) -> ParallelLayout:
         pipeline=int(layouts.pipeline[place]),
         context=int(layouts.context[place]),
         expert=int(layouts.expert[place]) if np.ndim(layouts.expert) else 1,
-        sharding=_SHARDINGS[int(layouts.stage[place])],
+        sharding=SHARDINGS[int(layouts.stage[place])],
         sequence_parallel=bool(layouts.sequence_parallel[place]),
         pipeline_interleave=int(layouts.pipeline_interleave[place]),
-        activation_checkpointing=_CHECKPOINTINGS[int(layouts.checkpointing[place])],
+        activation_checkpointing=CHECKPOINTINGS[int(layouts.checkpointing[place])],
     )

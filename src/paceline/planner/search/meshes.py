@@ -38,8 +38,6 @@ def meshes(question: SearchQuestion) -> Iterator[Mesh]:
 
 def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
     """Returns the tensor ranks that divide every matrix of the model."""
-    if question.runnable:
-        return ()
     shape, experts = question.shape, question.experts
     heads = math.gcd(shape.num_heads, shape.key_value_heads)
     if experts is None:
@@ -49,7 +47,7 @@ def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
 
 def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
     """Returns the context ranks over which a sequence is divided evenly."""
-    if question.runnable or not question.shape.num_heads:
+    if not question.shape.num_heads:
         return ()
     length = question.context_length
     return tuple(size for size in divisors(length) if size == 1 or length % (2 * size) == 0)
@@ -58,11 +56,7 @@ def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
 def pipeline_sizes(question: SearchQuestion) -> tuple[int, ...]:
     """Returns the stages over which the layers are divided evenly."""
     layers = question.shape.num_layers
-    return (
-        ()
-        if question.runnable
-        else tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
-    )
+    return tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
 
 
 def divides_layers(num_layers: int, stages: int) -> bool:

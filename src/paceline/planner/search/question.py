@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.plan import CHECKPOINTINGS
 from paceline.core.specs import DType, Experts, ModelShape, Precision, require_at_least
 from paceline.planner.calibrations.conventions import Conventions
 from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
@@ -94,6 +95,7 @@ class SearchQuestion:
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
             **{name: getattr(self.conventions, name) for name in _CONVENTIONS},
+            trainer_stages=self.runnable,
             framework_memory=self.framework_memory,
             experts=self.experts,
         )
@@ -132,9 +134,8 @@ def parse_fixed(text: str) -> dict[str, int]:
 def describe_fixed(fixed: Mapping[str, int]) -> str:
     """Returns fields of a layout as `parse_fixed` reads them."""
     short = {field: name for name, field in SHORT_NAMES.items()}
-    kinds = {number: name for name, number in CHECKPOINTING.items()}
     return ",".join(
-        f"{short[field]}={kinds[value] if field == 'checkpointing' else value}"
+        f"{short[field]}={CHECKPOINTINGS[value] if field == 'checkpointing' else value}"
         for field, value in fixed.items()
     )
 

@@ -146,8 +146,6 @@ def _keep(
     order = np.lexsort((*reversed(techniques), rounded))
     columns = fitting.columns
     shown = [layouts.tensor, layouts.context, layouts.pipeline]
-    # Our own trainer has one mesh: there the ZeRO stages are what differs.
-    shown += [layouts.stage] if question.runnable else []
     shown += [] if question.experts is None else [layouts.expert]
     kinds = np.stack(shown)[:, order]
     _, firsts = np.unique(kinds, axis=1, return_index=True)
@@ -206,8 +204,6 @@ def _remedy(question: SearchQuestion, more: float) -> str:
     """Says what would make the smallest layout fit."""
     larger = f"{more:.1f} times the memory" if more >= 2 else f"{more - 1:.0%} more memory"
     remedies = [f"devices with {larger}", "more devices"]
-    if question.runnable:
-        remedies.append("tensor or pipeline parallelism, without --runnable")
-    elif question.context_length > 8192:
+    if question.context_length > 8192:
         remedies.append("shorter sequences")
     return ", ".join(remedies[:-1]) + f" or {remedies[-1]} would help"

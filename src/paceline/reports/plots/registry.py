@@ -11,6 +11,7 @@ from paceline.reports.plots.attention import MEMORY, TIME, plot_attention
 from paceline.reports.plots.collectives import plot_communication
 from paceline.reports.plots.memory_timeline import plot_memory_timeline
 from paceline.reports.plots.optimizer_memory import plot_optimizer_memory
+from paceline.reports.plots.pipeline import plot_pipelines
 from paceline.reports.plots.reliability.goodput import plot_goodput
 from paceline.reports.plots.step import plot_step_time, plot_warmup
 from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
@@ -30,6 +31,7 @@ PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] =
     "memory-timeline": ("memory_timeline", None, plot_memory_timeline),
     "goodput": ("goodput", "devices", plot_goodput),
     "timelines": ("timeline", None, plot_timelines),
+    "pipelines": ("pipeline", None, plot_pipelines),
 }
 
 

@@ -171,6 +171,33 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
         _number_column("collectives", "num_messages", ".0f"),
         _number_column("chosen bucket size", "chosen_bucket_size_mb", "g", unit=" MiB"),
     ),
+    ("layout", "time"): (
+        _time_column("step"),
+        _column("predicted (ms)", "predicted_step_time_s", _in_milliseconds),
+        _number_column("error", "step_time_s_error", "+.1%"),
+        _number_column("ratio", "step_time_ratio", ".3f"),
+        _number_column("tokens/s", "tokens_per_s", ",.0f"),
+        _bytes_column("peak", "peak_bytes"),
+        _bytes_column("predicted", "predicted_peak_bytes"),
+        _number_column("memory error", "peak_bytes_error", "+.1%"),
+    ),
+    ("layout_trace", "time"): (
+        _time_column("step"),
+        _time_column("compute", "compute_s"),
+        _time_column("contention", "contention_s"),
+        _time_column("exposed communication", "exposed_communication_s"),
+        _time_column("idle", "idle_s"),
+    ),
+    ("pipeline", "time"): (
+        _time_column("step", "duration_s"),
+        _time_column("work", "work_s"),
+        _number_column("idle / work", "idle", ".1%"),
+        _number_column("measured bubble", "bubble", ".1%"),
+        _number_column("(p - 1) / (v m)", "predicted_bubble", ".1%"),
+        _number_column("bubble of the order", "order_bubble", ".1%"),
+        _number_column("messages", "messages", ".1%"),
+        _number_column("imbalance", "imbalance", ".1%"),
+    ),
     ("optimizer", "time"): (
         _time_column("step"),
         _time_column("optimizer"),
@@ -246,7 +273,7 @@ COLUMNS: dict[tuple[str, View], tuple[Column, ...]] = {
     ("attempt", "time"): (_number_column("time (s)", "time_s", ".1f"),),
     ("environment", "time"): (_time_column("all_reduce"),),
     ("calibration", "time"): (
-        *(_time_column(name) for name in ("forward", "backward")),
+        *(_time_column(name) for name in ("forward", "backward", "block")),
         _column("per element (ns)", "element_time_s", lambda seconds: three_digits(seconds * 1e9)),
         *_COLLECTIVE_FIT,
         _column(

@@ -34,6 +34,10 @@ _RANK_NAME = re.compile(rb'"rank (\d{1,9})"')
 _IGNORED = -1
 
 
+FUNCTIONAL_WAIT = "_c10d_functional::wait_tensor"
+"""In which a rank waits for a collective of DTensors, often inside of another operator."""
+
+
 class Role(enum.IntEnum):
     """What an event stands for on the time line."""
 
@@ -171,6 +175,8 @@ def _role_of(category: str, name: str) -> Role | None:
         return _ROLES.get(category)
     if category in _DEVICE_WORK:
         return Role.DEVICE_COMMUNICATION
+    if name == FUNCTIONAL_WAIT:
+        return Role.HOST_RANGE
     # What else has the name of a collective only starts it, and is no work of the model.
     is_gloo = category == "user_annotation" and name.startswith("gloo:")
     return Role.HOST_COMMUNICATION if is_gloo else None

@@ -24,7 +24,10 @@ class OpClass(enum.StrEnum):
 
 # The first that is found in the name, in lower case, decides: operators of torch, then kernels.
 _PATTERNS: tuple[tuple[OpClass, str], ...] = (
-    (OpClass.COMMUNICATION, r"^(nccl|rccl|gloo:|c10d::|record_param_comms|ncclkernel|mpi:)"),
+    (
+        OpClass.COMMUNICATION,
+        r"^(nccl|rccl|gloo:|_?c10d(_functional)?::|record_param_comms|ncclkernel|mpi:)",
+    ),
     (OpClass.OPTIMIZER, r"adam|sgd_|multi_tensor_apply|optimizer\.step|lamb_|muon"),
     (
         OpClass.ATTENTION,

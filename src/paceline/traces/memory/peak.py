@@ -3,11 +3,15 @@
 torch keeps no peak for CPU memory, but its profiler reports every allocation and release
 while it runs. What was allocated before is not in its sum: the caller adds what was live
 then, and must not release any of it inside.
+
+A release is reported after it has happened. Until then another thread may have been given the same
+memory and have reported that, so that what is allocated at an address ends what was there before.
 """
 
+import collections
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.profiler import record_function
@@ -36,10 +40,11 @@ def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]
         for event in events
         if event["name"].startswith(_MARK) and event["ph"] == "X"
     )
-    changes = sorted(
-        ((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"),
-        key=lambda change: change[0],
+    reported = sorted(
+        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
     )
+    sizes = allocation_changes((each["args"]["Addr"], each["args"]["Bytes"]) for each in reported)
+    changes = [(each["ts"], size) for each, size in zip(reported, sizes, strict=True)]
     peaks: dict[str, int] = {}
     allocated = position = 0
     for end, name in ends:
@@ -50,3 +55,25 @@ def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]
             position += 1
         peaks[name] = peak
     return peaks
+
+
+def allocation_changes(reported: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yields by how much each report changes what is allocated.
+
+    Args:
+        reported: Address and bytes in the order of time, bytes below 0 for a release.
+    """
+    live: dict[int, int] = {}
+    ended: collections.Counter[int] = collections.Counter()
+    for address, size in reported:
+        if size >= 0:
+            before = live.get(address, 0)
+            ended[address] += 1 if address in live else 0
+            live[address] = size
+            yield size - before
+        elif ended[address]:
+            ended[address] -= 1
+            yield 0
+        else:
+            live.pop(address, None)
+            yield size

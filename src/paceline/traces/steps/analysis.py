@@ -33,6 +33,8 @@ class StepOverlap:
 
     rank: int
     index: int
+    start: int
+    """Nanoseconds from the origin of the trace's clock, which all ranks share."""
     label: str
     """Name of what the step ran, such as a strategy."""
     times: StepTimes
@@ -72,13 +74,17 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
                 for index, (start, end) in enumerate(windows.tolist()):
                     totals.add(start, end, rank, by_step.read_step(rank, index))
         names = (
-            (rank, index, label)
+            (rank, index, start, label)
             for rank, labels in timeline.labels.items()
-            for index, label in enumerate(labels)
+            for index, (start, label) in enumerate(
+                zip(timeline.windows[rank][:, 0].tolist(), labels, strict=True)
+            )
         )
         steps = tuple(
-            StepOverlap(rank=rank, index=index, label=label, times=times, contention=contention)
-            for (rank, index, label), times, contention in zip(
+            StepOverlap(
+                rank=rank, index=index, start=start, label=label, times=times, contention=contention
+            )
+            for (rank, index, start, label), times, contention in zip(
                 names, totals.times, totals.contention.finish(), strict=True
             )
         )

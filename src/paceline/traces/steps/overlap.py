@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.core.ranges import WAIT
 from paceline.traces.events import intervals
-from paceline.traces.events.catalog import Catalog, EventTable, Role
+from paceline.traces.events.catalog import FUNCTIONAL_WAIT, Catalog, EventTable, Role
 from paceline.traces.events.intervals import EMPTY, Intervals
 
 INTERPRETER_PAUSE_NS = 500_000
@@ -81,13 +81,16 @@ class StepRoles:
             else (Role.HOST_WORK, Role.HOST_COMMUNICATION, Role.HOST_RANGE)
         )
         self.communication = events[roles == communication]
-        is_own = ~np.isin(events["thread"], np.unique(self.communication["thread"]))
-        # What the thread of a collective does, such as adding, is part of the collective.
-        self.work = events[(roles == work) & (is_own | has_device)]
         self.ranges = events[roles == ranges]
         self.host_ranges = events[roles == Role.HOST_RANGE]
+        # What the thread of a collective does, such as adding, is part of the collective; but the
+        # thread of the step, which has its ranges, may send and receive by itself.
+        lines = np.setdiff1d(self.communication["thread"], self.host_ranges["thread"])
+        is_own = ~np.isin(events["thread"], lines)
+        self.work = events[(roles == work) & (is_own | has_device)]
         names = [catalog.keys[key].name for key in self.host_ranges["key"].tolist()]
         self.waits = self.host_ranges[[name == WAIT for name in names]]
+        self.blocked = self.host_ranges[[name == FUNCTIONAL_WAIT for name in names]]
         self.has_device = has_device
 
 
@@ -116,6 +119,9 @@ def _computing(roles: StepRoles, start: int, end: int) -> Intervals:
     operators = _set_of(roles.work, start, end)
     if roles.has_device:
         return operators
+    if len(roles.blocked):
+        awake = intervals.complement(_set_of(roles.blocked, start, end), start, end)
+        operators = intervals.intersection(operators, awake)
     with_pauses = intervals.union(operators[:, 0], operators[:, 1], gap=INTERPRETER_PAUSE_NS)
     waits = _set_of(roles.waits, start, end)
     outside = intervals.complement(waits, start, end)

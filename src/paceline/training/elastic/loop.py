@@ -58,7 +58,7 @@ def train_replica(
     """
     num_steps = config.training.steps
     num_replicas = int(os.environ[NUM_REPLICAS])
-    held_out = HeldOut.of(config, session.device)
+    held_out = HeldOut.of(config, trainee, session.device)
     reporter = Reporter(pathlib.Path(config.out) / METRICS, open_observer)
     with ReplicaData(config, num_replicas, session.device) as data:
         group = ReplicaGroup(
@@ -131,7 +131,7 @@ def train_replica(
                 step == num_steps or step % config.evaluation.every_steps == 0
             ):
                 began = time.perf_counter()
-                found = held_out.evaluate(trainee.model, runner.autocast)
+                found = held_out.evaluate(trainee, runner.autocast)
                 seconds = time.perf_counter() - began
                 reporter.note(
                     EvaluationRow(

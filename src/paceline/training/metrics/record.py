@@ -5,14 +5,17 @@ import pathlib
 import torch
 
 from paceline.core.presets import model_preset
+from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape
 from paceline.kernels.attention.api import resolve_implementation
 from paceline.parallel import Session
+from paceline.parallel.mesh.groups import describe
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import CaseValue, Record, RecordStore, capture_environment
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.records.schema import model_case_fields
 from paceline.training.config import RunConfig
+from paceline.training.layouts.layout import layout_of
 from paceline.training.metrics.expectation import Expectation
 from paceline.training.metrics.rows import FINISHED, EventRow, MetricsFile, MetricsRow
 from paceline.training.metrics.summary import run_metrics
@@ -57,6 +60,7 @@ def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
     """Returns everything that changes what is expected of a run's speed and loss."""
     location = describe_hardware(session.device)
     strategy = config.parallel.strategy_on(session.world_size)
+    layout = layout_of(config, session.world_size)
     return {
         "strategy": strategy,
         "bucket_size_mb": config.parallel.bucket_size_for(strategy),
@@ -70,6 +74,7 @@ def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
         "num_hosts": session.placement.num_hosts,
         "backend": session.backend,
         **location.as_case(),
+        "layout": describe(layout) if needs_mesh(layout) else None,
         "steps": config.training.steps,
         "batch_size": config.training.batch_size,
         "learning_rate": config.optimizer.learning_rate,

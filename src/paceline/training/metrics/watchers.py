@@ -63,7 +63,7 @@ def expect(
     return msgspec.structs.replace(
         known,
         flops_per_step=predicted.flops / predicted.num_steps,
-        memory_bytes=predicted.memory.total,
+        memory_bytes=None if predicted.memory is None else predicted.memory.total,
         step_time_s=predicted.step_time_s,
     )
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.parallel.buckets import local_tensor
+
 _MOST_RANKS = 4
 """Ranks that a message names one by one."""
 
@@ -70,4 +72,4 @@ def _watched(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(local_tensor(values)).all())

@@ -18,16 +18,19 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.data.sampling.audit import DIGEST_PARTS, join_digest, split_digest
+from paceline.parallel.mesh.loss import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
 from paceline.training.config import StepConfig
+from paceline.training.layouts.laid_out import LaidOut
 from paceline.training.steps.micro_batches import micro_batches
+from paceline.training.steps.precision import autocast
+from paceline.training.steps.share import BatchShare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,8 @@ class TrainingStep:
         optimizers: Of its parameters.
         device: Where it computes.
         guard: Decides which steps are taken; by default all that are finite.
+        share: This rank's part of a batch; by default that of a data-parallel rank.
+        laid_out: The mesh that the model is on, if it is on one.
     """
 
     def __init__(
@@ -91,12 +96,18 @@ class TrainingStep:
         optimizers: Sequence[Optimizer],
         device: torch.device,
         guard: Guard | None = None,
+        *,
+        share: BatchShare | None = None,
+        laid_out: LaidOut | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._optimizers = optimizers
         self._device = device
         self._guard = FiniteGuard() if guard is None else guard
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._share = share or BatchShare.of_data_parallel(rank, world_size)
+        self._laid_out = laid_out
         # torch's DDP learns its static graph in its first pass, which has to be averaged.
         self._has_learned = not isinstance(model, DistributedDataParallel)
 
@@ -112,12 +123,14 @@ class TrainingStep:
             digest: Of this rank's sequences.
         """
         loss = self.forward_and_backward(tokens, targets)
-        noted = [float(stop), *split_digest(digest), *self._guard.notes()]
+        read = digest if self._share.counts_data else 0
+        noted = [float(stop), *split_digest(read), *self._guard.notes()]
         beat(Phase.ALL_REDUCE)
         # torch takes an infinite norm for "measure, do not clip".
-        norm = clip_grad_norm(self._model, self._config.clip_norm or math.inf)
+        norm = self._clip(self._config.clip_norm or math.inf)
         host = torch.tensor(noted, dtype=torch.float64)
-        sums = torch.cat([loss.double().view(1), host.to(loss.device)])
+        counted = loss.double() * self._share.loss_weight
+        sums = torch.cat([counted.view(1), host.to(loss.device)])
         dist.all_reduce(sums)
         # The only look at the device in a step.
         total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
@@ -146,9 +159,21 @@ class TrainingStep:
             targets: The token that follows each.
             passes: In how many; as many as the rank with most sequences needs unless given.
         """
-        world_size = dist.get_world_size()
+        share = self._share
         batch_tokens = self._config.batch_size * tokens.shape[1]
-        passes = passes or self._config.num_passes(world_size)
+        passes = passes or self._config.num_passes(share.data_ranks)
+        tokens, targets = share.take(tokens), share.take(targets)
+        if self._laid_out is None:
+            return self._in_passes(tokens, targets, passes, batch_tokens)
+        with vocabulary_parallel(self._laid_out.splits_vocabulary):
+            if self._laid_out.pipeline is None:
+                return self._in_passes(tokens, targets, passes, batch_tokens)
+            beat(Phase.FORWARD)
+            scaled = self._laid_out.pipeline.forward_and_backward(tokens, targets)
+            return scaled / share.gradient_ranks
+
+    def _in_passes(self, tokens: Tensor, targets: Tensor, passes: int, batch_tokens: int) -> Tensor:
+        """Computes one micro-batch after the other."""
         total = torch.zeros((), device=self._device)
         if passes > 1 and not self._has_learned:
             self._learn_graph(tokens[:1])
@@ -160,15 +185,18 @@ class TrainingStep:
                 beat(Phase.FORWARD)
                 with self.autocast():
                     logits = self._model(inputs)
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1).float(), expected.flatten(), reduction="sum"
-                )
+                loss = summed_loss(logits, expected)
                 # The average over ranks divides by their number.
-                scaled: Tensor = loss * (world_size * counts / batch_tokens)
+                scaled = loss * (self._share.gradient_ranks * counts / batch_tokens)
                 beat(Phase.BACKWARD)
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if self._laid_out is None:
+            return clip_grad_norm(self._model, max_norm)
+        return self._laid_out.clip_grad_norm(self._model, max_norm)
 
     def _learn_graph(self, tokens: Tensor) -> None:
         """Makes a pass that leaves no trace: a run that goes on rounds as if it never stopped."""
@@ -181,6 +209,4 @@ class TrainingStep:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Returns what lowers the precision of a forward pass."""
-        if self._config.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16)
+        return autocast(self._config.precision, self._device)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.strategies import SHARDED_PARAMETERS, SHARDED_STATE
-from paceline.parallel.zero.optimizer import ShardedOptimizer, local_tensor
+from paceline.parallel.buckets import local_tensor
+from paceline.parallel.zero.optimizer import ShardedOptimizer
 from paceline.training.build import Trainee
 
 

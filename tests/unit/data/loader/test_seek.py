@@ -28,6 +28,7 @@ def test_a_sample_of_very_many_is_read_at_once(tmp_path: pathlib.Path, context: 
         json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
         for _ in range(3)
     ]
-    # 42 ms on an idle machine; what others do beside it shows in one of the two clocks.
-    assert min(min(each["cpu_time_s"], each["total_time_s"]) for each in rounds) < 0.075
+    # 42 ms on an idle machine; what others do beside it shows in one of the two clocks. Reading
+    # something of every shard takes seconds.
+    assert min(min(each["cpu_time_s"], each["total_time_s"]) for each in rounds) < 1
     assert max(each["resident_peak_bytes"] for each in rounds) < 100e6

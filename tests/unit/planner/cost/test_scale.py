@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 _MILLION = """
 import sys, time
 import numpy as np
@@ -49,6 +51,7 @@ print(took)
 """
 
 
+@pytest.mark.slow
 def test_a_million_layouts_take_seconds() -> None:
     single = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(

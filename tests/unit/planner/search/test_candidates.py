@@ -1,5 +1,6 @@
 """Every candidate divides what it must, each comes once, and none that divides is missing."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ModelShape
+from paceline.core.runnable import Work, refusals
 from paceline.planner.calibrations.conventions import Conventions
-from paceline.planner.search.candidates import candidate_chunks, candidates_of
+from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.choice import layout_at
 from paceline.planner.search.meshes import divisors
 from paceline.planner.search.question import SearchQuestion
 from tests.unit.planner.search.search_cases import oracle, question
@@ -60,8 +63,29 @@ def test_every_candidate_divides(asked: SearchQuestion) -> None:
         )
         assert in_rounds.all()
         if asked.runnable:
-            assert (layouts.tensor * layouts.context * layouts.pipeline == 1).all()
-            assert ((layouts.shard == 1) | (layouts.replicate == 1)).all()
+            assert not any(_is_refused(chunk, place, asked) for place in range(len(chunk)))
+
+
+def _is_refused(chunk: Candidates, place: int, asked: SearchQuestion) -> bool:
+    work = Work(
+        shape=asked.shape,
+        context_length=asked.context_length,
+        num_micro_batches=int(chunk.num_micro_batches[place]),
+    )
+    return bool(refusals(layout_at(chunk, place), work))
+
+
+@settings(max_examples=10, deadline=None)
+@given(questions())
+def test_all_that_runs_is_there(asked: SearchQuestion) -> None:
+    every = dataclasses.replace(asked, runnable=False)
+    expected = sum(
+        not _is_refused(chunk, place, asked)
+        for chunk in candidate_chunks(every)
+        for place in range(len(chunk))
+    )
+    runnable = dataclasses.replace(asked, runnable=True)
+    assert sum(len(chunk) for chunk in candidate_chunks(runnable)) == expected
 
 
 @settings(max_examples=15, deadline=None)

@@ -51,10 +51,12 @@ def test_every_mesh_shows_its_own_best(tried: list[tuple[float, float, object]])
     assert all(shown[mesh] == pytest.approx(best[mesh], rel=1e-8) for mesh in best)
 
 
-def test_our_own_trainer_is_shown_by_stage() -> None:
-    result = search(question(runnable=True), COSTS)
-    shown = [choice.layout.sharding for choice in result.choices]
-    assert sorted(shown) == ["gradients", "none", "optimizer", "parameters"]
+def test_our_own_trainer_is_searched_on_every_mesh() -> None:
+    result = search(question(runnable=True), COSTS, top=100)
+    layouts = [each.layout for each in result.choices]
+    meshes = {(each.tensor, each.context, each.pipeline) for each in layouts}
+    assert {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)} <= meshes
+    assert {each.activation_checkpointing for each in layouts} <= {"none", "full"}
 
 
 def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ MESSAGES = {"message_start_s": [0.2, 0.28], "message_end_s": [0.28, 0.31]}
 TRACED += [prediction_of(traced("bucketed", 0, exposed_s=0.01), MESSAGES)]
 TRACED += [record_factory.memory_record(phase=phase) for phase in ("forward", "train")]
 MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
+PIPELINES = [record_factory.pipeline_record(f"pipeline=2,micro={size}") for size in (1, 2)]
+PIPELINES.append(prediction_of(PIPELINES[0], {"bubble": 0.5}))
 GOODPUT = [
     record_factory.make_record(
         *("goodput", {"goodput": 0.9, "formula_goodput": 0.91}),
@@ -61,7 +63,7 @@ def texts(labels: Iterable[Any]) -> list[str]:
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *PREDICTED, *TRACED, *MEMORY]
-    records += GOODPUT
+    records += [*GOODPUT, *PIPELINES]
     first, second = (
         {path.suffix: path.read_bytes() for path in save_figure(draw(name, records), folder, name)}
         for folder in (tmp_path / "first", tmp_path / "second")
@@ -78,6 +80,7 @@ def test_only_what_can_be_compared_is_offered() -> None:
     assert drawable_plots(COMMUNICATION) == ["communication"]
     assert drawable_plots(MEMORY) == ["optimizer-memory"]
     assert drawable_plots(GOODPUT) == ["goodput"]
+    assert drawable_plots(PIPELINES) == ["pipelines"]
     assert drawable_plots(STRATEGIES) == ["strategies", "bucket-size"]
     assert drawable_plots(STRATEGIES[:1]) == ["strategies"]
     assert drawable_plots([step_record(outcome="failed")]) == []
@@ -178,3 +181,14 @@ def test_memory_by_strategy_is_stacked_and_predictions_hatched() -> None:
     without = draw("optimizer-memory", MEASURED_MEMORY)
     assert not any(bar.get_hatch() for axes in without.axes for bar in axes.patches)
     assert "predicted" not in texts(without.legends[0].get_texts())
+
+
+def test_idle_time_of_a_pipeline_is_told_with_its_reasons() -> None:
+    figure = draw("pipelines", PIPELINES)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0] == (
+        "pipeline=2,micro=1: idle 75.0% of its work = measured bubble 65.0% (predicted 50.0%) + "
+        "imbalance 10.0%\nmeasured bubble = order 50.0% + messages 15.0%"
+    )
+    assert "predicted" not in titles[1]
+    assert texts(figure.axes[0].get_yticklabels()) == ["rank 0", "rank 1"]

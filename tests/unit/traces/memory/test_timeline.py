@@ -9,7 +9,7 @@ from torch.profiler import record_function
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.traces.capture.profiler import record_memory
 from paceline.traces.memory.allocations import Allocation, AllocationTrace, read_allocations
-from paceline.traces.memory.peak import peak_allocations
+from paceline.traces.memory.peak import allocation_changes, peak_allocations
 from paceline.traces.memory.timeline import Category, memory_timeline
 
 CPU = torch.device("cpu")
@@ -101,3 +101,13 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
     assert "memory/test_timeline.py" in largest.place
     of_forward = [g for g in timeline.largest if g.category == Category.ACTIVATIONS]
     assert all("memory/test_timeline.py" in allocation.place for allocation in of_forward)
+
+
+def test_a_release_that_is_reported_late_does_not_count_memory_twice() -> None:
+    # The second allocation at 1 was made of what the release after it gave back.
+    reported = [(1, 100), (2, 50), (1, 80), (1, -100), (2, -50), (1, -80)]
+    assert list(allocation_changes(reported)) == [100, 50, -20, 0, -50, -80]
+
+
+def test_what_was_there_before_may_be_released() -> None:
+    assert list(allocation_changes([(7, -30), (7, 30), (7, -30)])) == [-30, 30, -30]

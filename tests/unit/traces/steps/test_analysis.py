@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.ranges import FORWARD, WAIT, short_name, step_range
+from paceline.traces.events.catalog import FUNCTIONAL_WAIT
 from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
 from paceline.traces.steps.operators import EVERYWHERE
@@ -59,6 +60,16 @@ def _cells(spans: list[Span], start: int, end: int) -> set[int]:
     return cells & set(range(start, end))
 
 
+def _is_range(span: Span) -> bool:
+    is_annotation = span.category == "user_annotation" and not span.name.startswith("gloo:")
+    return is_annotation or span.name == FUNCTIONAL_WAIT
+
+
+def _operators(spans: list[Span], lines: set[int]) -> list[Span]:
+    own = [span for span in spans if span.category == "cpu_op" and span.thread not in lines]
+    return [span for span in own if span.name != FUNCTIONAL_WAIT]
+
+
 def _expected(spans: list[Span], start: int, end: int) -> dict[str, float]:
     """Looks at every instant of a step of the only rank."""
     touching = [
@@ -67,11 +78,12 @@ def _expected(spans: list[Span], start: int, end: int) -> dict[str, float]:
         if span.start < end * UNIT_US and span.start + max(span.duration, 0.001) > start * UNIT_US
     ]
     messages = [span for span in touching if span.name.startswith("gloo:")]
-    lines = {span.thread for span in messages}
-    work = _cells(
-        [s for s in touching if s.category == "cpu_op" and s.thread not in lines], start, end
-    )
+    lines = {span.thread for span in messages} - {
+        span.thread for span in touching if _is_range(span)
+    }
+    work = _cells(_operators(touching, lines), start, end)
     waiting = _cells([span for span in touching if span.name == WAIT], start, end)
+    work -= _cells([span for span in touching if span.name == FUNCTIONAL_WAIT], start, end)
     busy = set(work)
     for cell in work:
         pause = next(
@@ -99,6 +111,8 @@ _EVENTS = st.lists(
             st.sampled_from([MAIN, OTHER]),
         ),
         st.builds(lambda times: _span("user_annotation", "gloo:all_reduce", *times, LINE), _TIMES),
+        st.builds(lambda times: _span("user_annotation", "gloo:send", *times, MAIN), _TIMES),
+        st.builds(lambda times: _span("cpu_op", FUNCTIONAL_WAIT, *times), _TIMES),
         st.builds(lambda times: _span("user_annotation", WAIT, *times), _TIMES),
         st.builds(lambda times: _span("python_function", "noise", *times), _TIMES),
         st.builds(lambda times: _span("cpu_op", "of the line", *times, LINE), _TIMES),
@@ -113,16 +127,12 @@ def test_steps_are_divided_as_by_looking_at_every_instant(
 ) -> None:
     windows = [(first_start, first_start + first_length)]
     windows.append((windows[0][1] + between, windows[0][1] + between + second_length))
+    steps = [_span("user_annotation", step_range("label"), *window) for window in windows]
     # c10d's own operators, which only start a collective, are no work.
-    spans = [
-        *events,
-        _span("cpu_op", "c10d::allreduce_", 0, 90),
-        *(_span("user_annotation", step_range("label"), *window) for window in windows),
-    ]
-    analysis = _analyse(spans)
+    analysis = _analyse([*events, *steps, _span("cpu_op", "c10d::allreduce_", 0, 90)])
     assert [step.label for step in analysis.steps] == ["label", "label"]
     for step, window in zip(analysis.steps, windows, strict=True):
-        assert _parts(step) == _expected(events, *window)
+        assert _parts(step) == _expected([*events, *steps], *window)
         assert sum(_units(message.end - message.start) for message in step.times.messages) == sum(
             len(_cells([span], *window)) for span in events if span.name.startswith("gloo:")
         )
@@ -155,7 +165,7 @@ def test_operators_are_counted_inside_of_ranges(
         _span("user_annotation", FORWARD, start, start + length),
     ]
     rows = _analyse(spans).operators
-    has_message = any(span.name.startswith("gloo:") for span in events)
+    has_message = any(span.name == "gloo:all_reduce" for span in events)
     for name in ("aten::mm", "aten::add", "of the line"):
         found = {row.range_name: row for row in rows if row.name == name}
         own = [
@@ -172,7 +182,7 @@ def test_operators_are_counted_inside_of_ranges(
         )
     everywhere = [row for row in rows if row.range_name == EVERYWHERE]
     busy = sum(
-        len(_cells([s for s in events if s.category == "cpu_op" and s.thread == thread], 0, 80))
+        len(_cells([s for s in _operators(events, set()) if s.thread == thread], 0, 80))
         for thread in ((MAIN, OTHER) if has_message else (MAIN, OTHER, LINE))
     )
     assert sum(_units(row.self_time) for row in everywhere) == busy

@@ -11,7 +11,7 @@ from paceline.parallel import Session
 from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.reports.tables.table import records_table, render_markdown
-from paceline.training.config import DataConfig, ModelConfig, RunConfig
+from paceline.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, StepConfig
 from paceline.training.metrics.observers import FileObserver
 from paceline.training.metrics.record import RecordObserver, run_case
 from paceline.training.metrics.rows import EventRow, MetricsFile
@@ -50,6 +50,23 @@ def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
 def test_a_changed_preset_has_no_name(config: RunConfig) -> None:
     changed = dataclasses.replace(config, model=ModelConfig(num_layers=2))
     assert run_case(changed, _SESSION)["model"] == "custom"
+
+
+def test_layouts_of_different_speed_are_different_cases(config: RunConfig) -> None:
+    layouts = [
+        ParallelConfig(tensor=2),
+        ParallelConfig(tensor=2, sequence_parallel=True),
+        ParallelConfig(pipeline=2),
+        ParallelConfig(pipeline=2, interleave=2),
+    ]
+    several = dataclasses.replace(config, training=StepConfig(batch_size=16, micro_batch_size=4))
+    runs = [dataclasses.replace(several, parallel=layout) for layout in layouts]
+    assert [run_case(run, _SESSION)["layout"] for run in runs] == [
+        "tensor 2",
+        "tensor 2, sequence parallel",
+        "pipeline 2",
+        "pipeline 2, interleave 2",
+    ]
 
 
 def test_of_a_foreign_model_only_the_name_is_known(config: RunConfig) -> None:

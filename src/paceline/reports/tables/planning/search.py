@@ -18,7 +18,6 @@ def search_table(
     """Makes a row for the best layout of every mesh, the fastest first."""
     question = result.question
     alike = not_told_apart(result.choices)
-    kind = "ZeRO stage" if question.runnable else "mesh"
     return Table(
         headers=(
             *("", "layout", "step", "90% interval", "MFU", "memory", "free", "bound by"),
@@ -32,7 +31,7 @@ def search_table(
         ),
         caption=(
             f"{result.num_candidates:,} layouts of {question.num_devices:,} devices, "
-            f"{result.num_fitting:,} fit; the best of each {kind}, in {result.elapsed_s:.1f} s"
+            f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
         ),
         notes=(
             *_alike_note(alike, result.choices),

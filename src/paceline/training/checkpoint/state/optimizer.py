@@ -2,19 +2,22 @@
 
 State with one number per element of a parameter is saved flat, under the parameter's name. Whoever
 holds a part of it holds a range: all of it beside a replicated parameter, rows of it beside a
-DTensor, any elements of it in a `ShardedOptimizer`, whose form this is.
+DTensor, any elements of it in a `ShardedOptimizer`, whose form this is. Where tensor ranks
+split the rows of a matrix, they exchange state until each has whole rows.
 """
 
 import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
-from paceline.parallel.buckets import num_reals, view_like
+from paceline.parallel.buckets import local_tensor, num_reals, view_like
 from paceline.parallel.zero.flat_parameters import flat_elements
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 from paceline.parallel.zero.optimizer_checkpoint import (
@@ -33,12 +36,15 @@ from paceline.training.checkpoint.torch_storage.failures import named_failures
 from paceline.training.checkpoint.torch_storage.planners import JsonLoadPlanner
 
 
-def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: Optimizer, model: nn.Module, stages: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Returns what this rank has to save of an optimizer.
 
     Args:
         optimizer: Of torch, or a `ShardedOptimizer`.
         model: What its parameters belong to; state goes by the names that it gives them.
+        stages: The ranks that have the other parameters, where a pipeline divides them.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.checkpoint_state(model)
@@ -49,11 +55,15 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         for parameter, name in names.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    return {**state, **describe(optimizer.param_groups, names)}
+    return {**state, **describe(optimizer.param_groups, names, stages)}
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, model: nn.Module, source: Source, prefix: str
+    optimizer: Optimizer,
+    model: nn.Module,
+    source: Source,
+    prefix: str,
+    stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Gives an optimizer its state from a checkpoint, whichever optimizer has saved it.
 
@@ -64,6 +74,7 @@ def load_optimizer_state(
         model: What its parameters belong to.
         source: The checkpoint.
         prefix: Under which name the optimizer was saved.
+        stages: The ranks that have the other parameters, where a pipeline divides them.
     """
     what = f"loading {source.checkpoint.storage.url}"
     try:
@@ -72,12 +83,18 @@ def load_optimizer_state(
                 optimizer.load_checkpoint(model, source.reader, prefix, JsonLoadPlanner())
             else:
                 _require_supported(optimizer)
-                _load_whole(optimizer, model, source, prefix)
+                _load_whole(optimizer, model, source, prefix, stages)
     except OptimizerStateError as error:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def _load_whole(optimizer: Optimizer, model: nn.Module, source: Source, prefix: str) -> None:
+def _load_whole(
+    optimizer: Optimizer,
+    model: nn.Module,
+    source: Source,
+    prefix: str,
+    stages: dist.ProcessGroup | None,
+) -> None:
     groups = optimizer.param_groups
     names = parameter_names(groups, model)
     saved = source.reader.read_metadata().state_dict_metadata
@@ -91,10 +108,11 @@ def _load_whole(optimizer: Optimizer, model: nn.Module, source: Source, prefix: 
                 continue  # A more precise copy of the parameter, which this optimizer has not.
             value, room = _room_for(parameter, key, saved[full_name])
             values[parameter][key], wanted[full_name] = value, room
-    load_entries(wanted, groups, names, source.reader, prefix, source.group, JsonLoadPlanner())
+    planner = JsonLoadPlanner()
+    load_entries(wanted, groups, names, source.reader, prefix, source.group, planner, stages)
     state = {
         number: {
-            key: wanted[keys[name][key]] if value is None else value
+            key: wanted[keys[name][key]] if value is None else _placed(value, parameter)
             for key, value in values[parameter].items()
         }
         for number, (parameter, name) in enumerate(names.items())
@@ -117,8 +135,11 @@ def _saved(parameter: nn.Parameter, name: str, key: str, value: Any) -> Any:
                 "any number of ranks; use an optimizer that treats each element by itself"
             )
         return value
+    if isinstance(value, DTensor) and _has_columns(value):
+        value = value.redistribute(placements=_rows(value))
+        return FlatPiece.of(local_tensor(value).flatten(), *_range(value, name))
     start, total = _range(parameter, name)
-    return FlatPiece.of(flat_elements(_local(parameter), _local(value)), start, total)
+    return FlatPiece.of(flat_elements(local_tensor(parameter), local_tensor(value)), start, total)
 
 
 def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
@@ -132,7 +153,15 @@ def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
     if key == STEP or saved.size != (num_reals(parameter),):
         room = torch.empty(saved.size, dtype=dtype)
         return room, room
-    own = _local(parameter)
+    if isinstance(parameter, DTensor) and _has_columns(parameter):
+        rows = empty_dtensor(
+            parameter.shape,
+            dtype=dtype,
+            device_mesh=parameter.device_mesh,
+            placements=_rows(parameter),
+        )
+        return rows, FlatPiece.of(local_tensor(rows).flatten(), *_range(rows, key))
+    own = local_tensor(parameter)
     flat = torch.empty(num_reals(own), dtype=dtype, device=own.device)
     value = view_like(own, flat)
     if isinstance(parameter, DTensor):
@@ -147,7 +176,24 @@ def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
     return value, FlatPiece.of(flat, *_range(parameter, key))
 
 
-def _range(parameter: nn.Parameter, name: str) -> tuple[int, int]:
+def _has_columns(tensor: DTensor) -> bool:
+    """Whether ranks have parts of rows, as of matrices that tensor parallelism splits by them."""
+    return any(getattr(each, "dim", 0) != 0 for each in tensor.placements)
+
+
+def _rows(tensor: DTensor) -> list[Placement]:
+    """Returns how to have whole rows instead: a flat piece of a matrix is one range."""
+    return [each if each.is_replicate() else Shard(0) for each in tensor.placements]
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    """Returns state that was read by rows as its parameter is split."""
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+        return value.redistribute(placements=parameter.placements)
+    return value
+
+
+def _range(parameter: Tensor, name: str) -> tuple[int, int]:
     """Returns where this rank's elements begin in a flat parameter, and how many there are."""
     if not isinstance(parameter, DTensor):
         return 0, num_reals(parameter)
@@ -159,11 +205,6 @@ def _range(parameter: nn.Parameter, name: str) -> tuple[int, int]:
         )
     row = math.prod(parameter.shape[1:]) * (1 + parameter.is_complex())
     return (chunk.offsets[0] * row if parameter.dim() else 0), num_reals(parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.detach()
-    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def _require_supported(optimizer: Optimizer) -> None:

@@ -226,13 +226,17 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 # Shrinking a failure would take minutes in the interpreter.
-@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(_cases())
 def test_any_shape(case: Case) -> None:
     _check(case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "case",
     [

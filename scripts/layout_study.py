@@ -1,0 +1,94 @@
+"""Measures layouts of four ranks beside the plan, and says how far the plan was off.
+
+    python scripts/layout_study.py results/layouts.jsonl
+    python scripts/layout_study.py results/layouts.jsonl --only-read
+
+For every place (four ranks on loopback; two hosts of two ranks with shaped links, which need root)
+and every model: calibrate, measure all layouts in turn, predict them. Then: the error of predicted
+step times, each corrected by what the other cases teach; that of memory; and the regret, which is
+what the layout with the smallest predicted time, corrected without the cases of its own model at
+its own place, costs more than the fastest measured one.
+"""
+
+import argparse
+import pathlib
+import tempfile
+
+from layout_tables import choices, read_study, summary
+from run_paceline import run_paceline
+
+from paceline.records import Record, RecordStore
+
+# With a layer for each of four stages.
+MODELS = (
+    ("--model", "bytes-6M"),
+    ("--model", "bytes-34M", "--num-layers", "4"),
+    ("--model", "words-44M", "--num-layers", "4"),
+)
+RATES = (None, "2gbit", "500mbit")
+LAYOUTS = (
+    *("replicate=4,micro=2", "shard=4,micro=2", "replicate=2,shard=2,micro=2"),
+    *("pipeline=4,micro=1", "pipeline=2,replicate=2,micro=1"),
+    "pipeline=2,interleave=2,replicate=2,micro=1",
+    *("tensor=2,replicate=2,micro=4", "tensor=2,sp=1,shard=2,micro=4"),
+    *("tensor=2,pipeline=2,micro=2", "context=2,replicate=2,micro=4"),
+)
+
+
+def main() -> None:
+    """Measures, unless told not to, and summarises."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=pathlib.Path)
+    parser.add_argument("--only-read", action="store_true")
+    parser.add_argument("--rounds", default="5")
+    arguments = parser.parse_args()
+    if not arguments.only_read:
+        for model in MODELS:
+            with tempfile.TemporaryDirectory() as directory:
+                calibration = pathlib.Path(directory) / "calibration.jsonl"
+                # The ranks of one host, which others join over the slow link.
+                calibrate([], model, calibration, "--world-size", "2")
+                for rate in RATES:
+                    measure(arguments.store, calibration, model, rate, arguments.rounds)
+    summarise(list(RecordStore(arguments.store).read()))
+
+
+def calibrate(
+    launcher: list[str], model: tuple[str, ...], store: pathlib.Path, *ranks: str
+) -> None:
+    """Calibrates ranks on the sizes of a model's micro-batches."""
+    batches = ["--batch", "1", "2", "4", "--time-limit-s", "25"]
+    run_paceline(launcher, "calibrate", *model, *batches, "--store", str(store), *ranks)
+
+
+def measure(
+    store: pathlib.Path,
+    calibration: pathlib.Path,
+    model: tuple[str, ...],
+    rate: str | None,
+    rounds: str,
+) -> None:
+    """Calibrates, measures and predicts one model at one place."""
+    launcher, ranks = [], ["--world-size", "4"]
+    if rate is not None:
+        launcher = ["lab", "run", "--hosts", "2", "--ranks-per-host", "2", "--rate", rate, "--"]
+        ranks = []
+    calibrate(launcher, model, calibration, *ranks)
+    case = [*model, "--batch-size", "8", "--layouts", *LAYOUTS, "--warmup", "1"]
+    known = ["--rounds", rounds, "--calibration", str(calibration), "--store", str(store), *ranks]
+    run_paceline(launcher, "bench", "layout", *case, *known)
+
+
+def summarise(records: list[Record]) -> None:
+    """Prints errors of time and memory, and the regret of every model and place."""
+    study = read_study(records)
+    print(summary(study))
+    for choice in choices(study.cases):
+        names = (
+            f"{choice.chosen.labels['layout']} chosen, {choice.fastest.labels['layout']} fastest"
+        )
+        print(f"{' at '.join(choice.place)}: regret {choice.regret:.1%} ({names})")
+
+
+if __name__ == "__main__":
+    main()

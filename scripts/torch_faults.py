@@ -1,0 +1,105 @@
+"""Faults of torch 2.13 that layouts meet, each in a few lines, in one process on a CPU.
+
+    python scripts/torch_faults.py
+
+prints what fails, or that it does not. What Paceline does instead is in
+docs/beyond-data-parallelism.md; a fault that is gone can be taken out there.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def context_parallel_attention(mesh: DeviceMesh) -> str:
+    """Runs attention inside of torch's context parallelism."""
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    buffers = [query, key, value]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return "works"
+
+
+def zero_bubble_with_fsdp2(mesh: DeviceMesh) -> str:
+    """Runs the zero-bubble schedule on modules that FSDP2 reshards after forward."""
+    stages = []
+    for number in range(2):
+        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        for layer in module:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        stages.append(PipelineStage(module, number, 2, torch.device("cpu")))
+    schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=F.mse_loss)
+    schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    named = [pair for stage in stages for pair in stage.submod.named_parameters()]
+    missing = [name for name, parameter in named if parameter.grad is None]
+    return f"{len(missing)} of {len(named)} parameters have no gradient" if missing else "works"
+
+
+def loss_parallel_after_an_error(mesh: DeviceMesh) -> str:
+    """Computes a loss of whole logits after an error inside of `loss_parallel`."""
+    try:
+        with loss_parallel():
+            raise ArithmeticError
+    except ArithmeticError:
+        pass
+    logits, targets = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+    try:
+        F.cross_entropy(
+            *(distribute_tensor(each, mesh, [Replicate()]) for each in (logits, targets))
+        )
+    finally:
+        with loss_parallel():  # At whose end it is switched off.
+            pass
+    return "works"
+
+
+class _Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def compiled_block_behind_a_split_embedding(mesh: DeviceMesh) -> str:
+    """Runs backward through a compiled block behind an embedding that two tensor ranks split."""
+    embedding, block = nn.Embedding(8, 8), _Residual(8, 8)
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(embedding, mesh, rows)
+    block.compile(backend="aot_eager")
+    block(embedding(torch.zeros(2, 4, dtype=torch.int64))).sum().backward()
+    return "works"
+
+
+FAULTS = {
+    context_parallel_attention: 1,
+    zero_bubble_with_fsdp2: 1,
+    loss_parallel_after_an_error: 1,
+    compiled_block_behind_a_split_embedding: 2,
+}
+"""With how many ranks, of which torch's fake process group makes this process the first."""
+
+
+def main() -> int:
+    """Tries everything, and prints what comes of it."""
+    for fault, world_size in FAULTS.items():
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        try:
+            found = fault(init_device_mesh("cpu", (world_size,)))
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        print(f"{fault.__name__}: {found}", flush=True)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Layouts as they are written in a word: ``pipeline=2,interleave=2,shard=2``.
+
+Axes are named as in `ParallelLayout`; what is not named is 1. ``shard`` shards parameters unless
+``zero`` says which stage; ``sp=1`` is sequence parallelism, ``zb=1`` a zero-bubble schedule. A
+batch is cut by ``micro``, the sequences of one micro-batch.
+"""
+
+import dataclasses
+
+from paceline.core.errors import ShapeError, UsageError
+from paceline.core.plan import SHARDINGS, ParallelLayout
+
+_AXES = ("replicate", "shard", "context", "tensor", "pipeline")
+_KNOWN = (*_AXES, "interleave", "zero", "micro", "sp", "zb")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenLayout:
+    """A layout and the micro-batch that it is to run with."""
+
+    layout: ParallelLayout
+    micro_batch: int
+    """Sequences of one forward pass."""
+    zero_bubble: bool = False
+    """Whether a pipeline computes gradients of weights where it would wait, instead of 1F1B."""
+
+    @property
+    def text(self) -> str:
+        """The layout in a word, without what is 1."""
+        layout = self.layout
+        numbers = {axis: getattr(layout, axis) for axis in _AXES}
+        numbers["interleave"] = layout.pipeline_interleave
+        words = [f"{name}={number}" for name, number in numbers.items() if number > 1]
+        stage = SHARDINGS.index(layout.sharding)
+        words += [f"zero={stage}"] if stage else []
+        words += ["sp=1"] if layout.sequence_parallel else []
+        words += ["zb=1"] if self.zero_bubble else []
+        return ",".join([*words, f"micro={self.micro_batch}"])
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Returns the passes of a data-parallel rank in a step of so many sequences."""
+        return batch_size // (self.layout.data_parallel * self.micro_batch)
+
+
+def parse_layout(text: str) -> WrittenLayout:
+    """Reads a layout in a word; a mistake names it.
+
+    Args:
+        text: Such as ``pipeline=2,micro=1``.
+    """
+    numbers: dict[str, int] = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in _KNOWN or not value.isdecimal():
+            raise UsageError(
+                f"layout {text!r}: {word!r} is not one of {', '.join(_KNOWN)} with a number, such "
+                "as pipeline=2"
+            )
+        if name in numbers:
+            raise UsageError(f"layout {text!r}: {name} is given twice; leave one of them out")
+        numbers[name] = int(value)
+    shard = numbers.get("shard", 1)
+    stage = numbers.get("zero", 3 if shard > 1 else 0)
+    if stage >= len(SHARDINGS):
+        raise UsageError(f"layout {text!r}: zero={stage} is no stage; take 0, 1, 2 or 3")
+    if numbers.get("micro") == 0:
+        raise UsageError(f"layout {text!r}: micro=0 has no sequences; take 1 or more")
+    try:
+        layout = ParallelLayout(
+            replicate=numbers.get("replicate", 1),
+            shard=shard,
+            context=numbers.get("context", 1),
+            tensor=numbers.get("tensor", 1),
+            pipeline=numbers.get("pipeline", 1),
+            pipeline_interleave=numbers.get("interleave", 1),
+            sharding=SHARDINGS[stage],
+            sequence_parallel=bool(numbers.get("sp", 0)),
+        )
+    except ShapeError as error:
+        raise UsageError(f"layout {text!r}: {error}") from error
+    return WrittenLayout(
+        layout=layout, micro_batch=numbers.get("micro", 1), zero_bubble=bool(numbers.get("zb", 0))
+    )

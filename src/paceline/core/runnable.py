@@ -1,0 +1,119 @@
+"""Which layouts Paceline's own trainer runs: the one answer that planner and trainer both ask.
+
+A layout whose ranks differ in their data alone runs with any of our strategies. With any other
+axis, or with replicas of shards, torch's engine lays the model over a mesh, which has limits of its
+own.
+"""
+
+import dataclasses
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import ParallelLayout
+from paceline.core.specs import ModelShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a layout is to run."""
+
+    shape: ModelShape
+    context_length: int
+    """Tokens of a sequence."""
+    num_micro_batches: int | None = None
+    """Passes of each data-parallel rank in a step; None where they are not known yet."""
+
+
+def needs_mesh(layout: ParallelLayout) -> bool:
+    """Whether more than the data divides the ranks, or sharded states have replicas."""
+    is_hybrid = layout.replicate > 1 and layout.sharding != "none"
+    return is_hybrid or layout.tensor * layout.context * layout.pipeline > 1
+
+
+def refusals(layout: ParallelLayout, work: Work) -> list[str]:
+    """Returns why a layout cannot run, each reason with its numbers; none if it can."""
+    return [
+        *_refused_techniques(layout),
+        *_refused_tensor(layout, work),
+        *_refused_context(layout, work),
+        *_refused_pipeline(layout, work),
+    ]
+
+
+def require_runnable(layout: ParallelLayout, work: Work, where: str) -> None:
+    """Refuses a layout that cannot run.
+
+    Args:
+        layout: What is asked for.
+        work: What it is to run.
+        where: The file or the section that asks.
+    """
+    if reasons := refusals(layout, work):
+        raise UsageError(
+            f"{where}: {'; '.join(reasons)}; paceline plan search --runnable finds a layout that "
+            "runs"
+        )
+
+
+def _refused_techniques(layout: ParallelLayout) -> list[str]:
+    reasons = []
+    if layout.activation_checkpointing == "selective":
+        reasons.append("selective recomputation: blocks are recomputed in full or not at all")
+    if layout.sharding != "none" and layout.replicate > 1 and layout.shard * layout.context == 1:
+        reasons.append(
+            f"replicate {layout.replicate} leaves no ranks to shard {layout.sharding} over; take "
+            "replicate 1 to shard, or a strategy that shards nothing for copies"
+        )
+    elif needs_mesh(layout) and layout.sharding == "optimizer":
+        reasons.append(
+            "ZeRO-1 runs where data alone divides the ranks; elsewhere take ZeRO-2 (gradients)"
+        )
+    return reasons
+
+
+def _refused_tensor(layout: ParallelLayout, work: Work) -> list[str]:
+    shape, ranks = work.shape, layout.tensor
+    if ranks == 1:
+        return []
+    sizes = {
+        "heads": shape.num_heads,
+        "key-value heads": shape.key_value_heads,
+        "channels of the feed-forward layer": shape.d_ff,
+    }
+    if layout.sequence_parallel:
+        sizes["tokens of a sequence"] = work.context_length // layout.context
+    return [
+        f"tensor {ranks} does not divide {size:,} {name}"
+        for name, size in sizes.items()
+        if size % ranks
+    ]
+
+
+def _refused_context(layout: ParallelLayout, work: Work) -> list[str]:
+    parts = 2 * layout.context
+    if layout.context == 1 or work.context_length % parts == 0:
+        return []
+    return [
+        f"context {layout.context} needs sequences of {parts} equal parts, and one has "
+        f"{work.context_length:,} tokens"
+    ]
+
+
+def _refused_pipeline(layout: ParallelLayout, work: Work) -> list[str]:
+    stages, interleave = layout.pipeline, layout.pipeline_interleave
+    if stages == 1:
+        return ["interleave without a pipeline"] if interleave > 1 else []
+    reasons = []
+    if work.shape.num_layers < stages * interleave:
+        reasons.append(
+            f"{stages * interleave} stages (pipeline {stages} with interleave {interleave}) have "
+            f"no block each of {work.shape.num_layers} layers"
+        )
+    passes = work.num_micro_batches
+    if passes is not None and passes < stages:
+        reasons.append(f"pipeline {stages} needs as many micro-batches, and a step has {passes}")
+    elif passes is not None and interleave > 1 and passes % stages:
+        reasons.append(
+            f"interleave {interleave} needs micro-batches in rounds of {stages}, and a step has "
+            f"{passes}"
+        )
+    return reasons

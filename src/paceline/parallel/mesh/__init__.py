@@ -1,0 +1,1 @@
+"""Layouts of several axes, on torch's own engine."""

@@ -1,0 +1,112 @@
+"""Context parallelism: each sequence split over the context ranks.
+
+Of 2c equal parts of a sequence, rank i of c has parts i and 2c - 1 - i: under a causal mask these
+attend to (i + 1) + (2c - i) = 2c + 1 parts, whichever rank it is. Every layer all-gathers keys and
+values, and each of the two parts of queries attends to the keys up to its own end, which needs no
+mask but the usual one, aligned to the last key. Backward reduce-scatters the gradients of keys and
+values.
+
+torch's own context-parallel attention passes keys and values round a ring instead. It knows the
+attention kernels of GPUs only: on CPUs there is none for it.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from paceline.core.errors import ShapeError
+from paceline.core.specs import AttentionImplementation
+from paceline.kernels.attention.api import attention
+
+_TOKENS = 3
+"""The dimension of tokens in (key or value, batch, heads, sequence, head_dim)."""
+
+
+class ContextShare:
+    """Which tokens of each sequence this rank has, and how they attend to all of it.
+
+    Args:
+        mesh: The ranks that share a sequence.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._num_parts = 2 * mesh.size()
+        rank = mesh.get_local_rank()
+        self._own = (rank, self._num_parts - 1 - rank)
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Returns this rank's tokens of whole sequences, (batch, sequence)."""
+        if tokens.shape[1] % self._num_parts:
+            raise ShapeError(
+                f"a sequence of {tokens.shape[1]} tokens is not divisible into {self._num_parts} "
+                f"parts, two for each of {self._mesh.size()} context ranks"
+            )
+        parts = tokens.chunk(self._num_parts, dim=1)
+        return torch.cat([parts[part] for part in self._own], dim=1)
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Returns the positions of this rank's tokens in their sequence.
+
+        Args:
+            num_tokens: How many it has.
+            device: Where they are.
+        """
+        length = num_tokens // 2
+        begins = [part * length for part in self._own]
+        return torch.cat([torch.arange(at, at + length, device=device) for at in begins])
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, implementation: AttentionImplementation
+    ) -> Tensor:
+        """Computes causal attention of this rank's queries to the keys of all ranks.
+
+        Args:
+            query: (batch, heads, tokens of this rank, head_dim).
+            key: (batch, key heads, tokens of this rank, head_dim).
+            value: As the keys.
+            implementation: What computes it.
+        """
+        length = query.shape[2] // 2
+        keys, values = self.put_together(torch.stack((key, value)), dim=_TOKENS)
+        mixed = []
+        for part, queries in zip(self._own, query.chunk(2, dim=2), strict=True):
+            end = (part + 1) * length
+            mixed.append(
+                attention(
+                    queries,
+                    keys[:, :, :end],
+                    values[:, :, :end],
+                    causal=True,
+                    causal_align="bottom_right",
+                    implementation=implementation,
+                )
+            )
+        return torch.cat(mixed, dim=2)
+
+    def put_together(self, own: Tensor, dim: int) -> Tensor:
+        """Gathers what all ranks have of a sequence, and puts it in the sequence's order.
+
+        Args:
+            own: What this rank has.
+            dim: The dimension of tokens.
+        """
+        shared = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
+        gathered = shared.redistribute(placements=[Replicate()])
+        # Each rank uses the whole, so that gradients of all ranks add up to that of a part.
+        parts = gathered.to_local(grad_placements=[Partial()]).chunk(self._num_parts, dim=dim)
+        first_halves, second_halves = parts[::2], parts[1::2]
+        return torch.cat([*first_halves, *reversed(second_halves)], dim=dim)
+
+
+def apply_context_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Lets the attention of a model, or of a stage of it, see the tokens of all context ranks.
+
+    Args:
+        model: Has `blocks` with an `attention` like that of `TransformerLM`.
+        mesh: The context ranks.
+    """
+    share = ContextShare(mesh)
+    for block in model.get_submodule("blocks").children():
+        block.get_submodule("attention").share = share  # type: ignore[assignment]

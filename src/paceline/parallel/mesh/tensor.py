@@ -1,0 +1,164 @@
+"""Tensor parallelism: each matrix of a block split over the tensor ranks.
+
+Query, key, value, gate and up are split by columns, so that every rank has whole heads and whole
+channels of the feed-forward layer; output and down by rows, so that the ranks' results add up
+(Shoeybi et al. 2019). Embedding and output layer are split over the vocabulary: logits stay split,
+and `paceline.parallel.mesh.loss` computes the loss of them so.
+
+    without sequence parallelism   every rank has the residual stream whole; the sum after output
+                                   and down is an all-reduce
+    with it                        every rank has its part of the sequence of the residual stream
+                                   and of the norms; the sum is a reduce-scatter, and the input of
+                                   attention and feed-forward is all-gathered (Korthikanti 2022)
+
+All parameters become DTensors on the tensor mesh, those of norms replicated: optimizers and
+clipping then see one kind only.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+_SEQUENCE = 1
+"""The dimension of tokens in (batch, sequence, width)."""
+
+
+class _Replicated(ParallelStyle):
+    """A module whose parameters every rank has whole, on inputs that every rank has whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # What hooks return takes the place of inputs and output; torch's annotations do not say so.
+        wrap: Any = self._wrap_input
+        unwrap: Any = self._unwrap_output
+        return distribute_module(module, device_mesh, input_fn=wrap, output_fn=unwrap)
+
+    @staticmethod
+    def _wrap_input(
+        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+    @staticmethod
+    def _unwrap_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+        return output.to_local()
+
+
+def apply_tensor_parallelism(
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool
+) -> None:
+    """Splits the matrices of a model, or of a stage of it, in place.
+
+    Args:
+        model: Has `blocks` like those of `TransformerLM`, and an `embedding`, a `final_norm` and a
+            `head` or None in their places. All ranks of the mesh have the same weights.
+        mesh: The tensor ranks.
+        sequence_parallel: Whether residuals and norms are split over the sequence.
+    """
+    stream: Placement = Shard(_SEQUENCE) if sequence_parallel else Replicate()
+    for block in model.get_submodule("blocks").children():
+        _parallelize(block, mesh, _block_plan(stream, sequence_parallel))
+    embedding: Any = getattr(model, "embedding", None)
+    head: Any = getattr(model, "head", None)
+    is_tied = embedding is not None and head is not None and head.weight is embedding.weight
+    if embedding is not None:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        _parallelize(embedding, mesh, rows)
+    if head is not None:
+        _parallelize(model.get_submodule("final_norm"), mesh, _norm(sequence_parallel))
+        columns = ColwiseParallel(input_layouts=stream, use_local_output=False)
+        _parallelize(head, mesh, columns)
+        if is_tied:
+            head.weight = embedding.weight
+
+
+def _block_plan(stream: Placement, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Returns how each layer of a block is split."""
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": _norm(sequence_parallel),
+        "feed_forward_norm": _norm(sequence_parallel),
+        "attention.output": RowwiseParallel(output_layouts=stream),
+        "feed_forward.down": RowwiseParallel(output_layouts=stream),
+    }
+    by_columns = ("attention.query", "attention.key", "attention.value")
+    for name in (*by_columns, "feed_forward.gate", "feed_forward.up"):
+        plan[name] = ColwiseParallel()
+    # Made whole once for the layers that read it, and its gradient added up once.
+    plan["attention"] = PrepareModuleInput(
+        input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    plan["feed_forward"] = PrepareModuleInput(
+        input_layouts=(stream,), desired_input_layouts=(Replicate(),)
+    )
+    return plan
+
+
+def _norm(sequence_parallel: bool) -> ParallelStyle:
+    return SequenceParallel() if sequence_parallel else _Replicated()
+
+
+def _parallelize(
+    module: nn.Module, mesh: DeviceMesh, plan: ParallelStyle | dict[str, ParallelStyle]
+) -> None:
+    # Every rank has all weights, so that it takes its part of its own.
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+
+
+def complete_gradients(model: nn.Module) -> None:
+    """Adds up gradients of which each tensor rank has the part of its own tokens.
+
+    So it is with norms under sequence parallelism, and with the embedding. FSDP2 adds them up when
+    it reduces gradients; where nothing else does, this does: for all norms together, which are
+    small and many, with one all-reduce.
+    """
+    summands: dict[DeviceMesh, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if _is_summand(parameter) and isinstance(gradient, DTensor):
+            summands[gradient.device_mesh].append((parameter, gradient.to_local()))
+        else:
+            complete_gradient(parameter)
+    for mesh, parts in summands.items():
+        together = torch.cat([own.flatten() for _, own in parts])
+        dist.all_reduce(together, group=mesh.get_group())
+        sums = torch.split(together, [own.numel() for _, own in parts])
+        for (parameter, own), whole in zip(parts, sums, strict=True):
+            parameter.grad = DTensor.from_local(
+                whole.view_as(own), mesh, [Replicate()], run_check=False
+            )
+
+
+def _is_summand(parameter: nn.Parameter) -> bool:
+    """Whether every rank has the parameter whole, and a summand of its gradient."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    return parameter.placements == (Replicate(),) and gradient.placements == (Partial(),)
+
+
+def complete_gradient(parameter: nn.Parameter) -> None:
+    """Adds up a gradient of which tensor ranks have parts, and splits it as its parameter is."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

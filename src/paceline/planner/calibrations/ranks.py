@@ -1,0 +1,108 @@
+"""What ranks reach that `paceline calibrate` has measured, as the planner's formulas take it.
+
+A calibration of ranks predicts the pass of one rank segment by segment. Here its seconds become
+rates, with which the planner's formulas come to the same seconds for the same pass on one rank:
+
+    matmuls       FLOPs of the matrices over the seconds of all linear layers
+    attention     likewise
+    memory        bytes of elementwise kernels, as the planner counts them, over their seconds
+    launches      seconds of all launches over the planner's number of kernels
+    optimizer     bytes of an update, as the planner counts them, over the seconds of fused AdamW
+    engine        what a narrow block takes under each layout beyond what it takes on one rank, and
+                  there beyond its launches; of FSDP2, a third for each of its three collectives
+
+What a layout changes is then the planner's to say. The links are the last segment of the fit of
+all-reduce, taken for a ring: of p ranks, latency / 2(p - 1) a hop, 2(p - 1) / p of the bandwidth.
+Ranks on several hosts have two tiers, if those of one host were calibrated by themselves as well.
+"""
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import ParallelLayout
+from paceline.core.specs import BatchShape
+from paceline.planner.cost.cluster import NO_ENGINE, Cluster, Engine
+from paceline.planner.cost.layouts import Layouts, Workload
+from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
+from paceline.planner.cost.step_time import flops_per_pass
+from paceline.planner.cost.topology import Tier, Tiers
+from paceline.prediction.calibration import Calibration
+from paceline.prediction.compute import compute_time
+
+_COLLECTIVES_OF_A_SHARD = 3
+
+
+def cluster_of_ranks(
+    calibration: Calibration, workload: Workload, inside: Calibration | None = None
+) -> Cluster:
+    """Returns what the ranks reach on the passes of a workload.
+
+    Args:
+        calibration: Of these ranks.
+        workload: Its micro-batch is one number.
+        inside: Of the ranks of one host, where these are on several.
+    """
+    shape = workload.shape
+    batch = BatchShape(
+        num_sequences=int(np.asarray(workload.micro_batch)), context_length=workload.context_length
+    )
+    seconds = compute_time(shape, batch, calibration).terms()
+    one_rank = Layouts.of([ParallelLayout()])
+    flops = flops_per_pass(one_rank, workload)
+    matrices = shape.num_layers * flops.layer_matrices + flops.head
+    moved = shape.num_layers * elementwise_bytes(one_rank, workload)
+    moved = workload.tokens * (moved + loss_bytes(one_rank, workload))
+    kernels = shape.num_layers * num_kernels(one_rank, workload)
+    hosts = () if inside is None else (_links(inside, "host"),)
+    return Cluster(
+        flops_per_s=_first(matrices / seconds["matmul_s"]),
+        attention_flops_per_s=_first(
+            shape.num_layers * flops.layer_attention / seconds["attention_s"]
+        ),
+        memory_bytes_per_s=_first(moved / seconds["elementwise_s"]),
+        launch_s=_first(seconds["launch_s"] / kernels),
+        update_bytes_per_s=workload.update_bytes / calibration.optimizer_s_per_parameter,
+        engine=_engine(calibration, seconds["launch_s"] / shape.num_layers),
+        oversubscription=calibration.oversubscription,
+        tiers=Tiers((*hosts, _links(calibration, None))),
+    )
+
+
+def _engine(calibration: Calibration, launches_s: float) -> Engine:
+    """Returns what the engine takes beyond the launches of a block's pass."""
+    timed = calibration.engine
+    # A GPU runs behind the program and hides the engine's calls as long as it has work.
+    if calibration.topology["device"] != "cpu" or "plain" not in timed:
+        return NO_ENGINE
+    plain = timed["plain"]
+
+    def beyond(name: str) -> float:
+        return max(0.0, timed.get(name, plain) - plain)
+
+    return Engine(
+        block_s=max(0.0, plain - launches_s),
+        tensor_block_s=beyond("tensor"),
+        sequence_block_s=beyond("sequence"),
+        collective_s=beyond("shard") / _COLLECTIVES_OF_A_SHARD,
+        stage_s=beyond("pipeline"),
+    )
+
+
+def _links(calibration: Calibration, domain: str | None) -> Tier:
+    """Returns the links inside of a domain that all calibrated ranks share, or of everything."""
+    ranks = calibration.world_size
+    if ranks == 1:
+        raise UsageError("the calibration is of one rank, which has no links; calibrate several")
+    last = calibration.collective("all_reduce").segments[-1]
+    if last.bytes_per_s is None:
+        raise UsageError("the calibration has no bandwidth: calibrate with larger messages")
+    return Tier(
+        name=domain or "everything",
+        num_devices=None if domain is None else ranks,
+        latency_s=max(0.0, last.latency_s.value) / (2 * (ranks - 1)),
+        bytes_per_s=2 * (ranks - 1) / ranks * last.bytes_per_s.value,
+    )
+
+
+def _first(value: object) -> float:
+    return float(np.ravel(np.asarray(value))[0])

@@ -1,0 +1,1 @@
+"""What Paceline's own trainer holds under a layout, moment by moment."""

@@ -1,0 +1,267 @@
+"""Peak memory of the trainer's own steps under a layout, on the rank that holds most.
+
+`paceline.planner.cost.memory` prices any framework for millions of layouts at once. This follows
+one step of ours in float32 without recomputation, as torch's FSDP2 and its pipeline schedules run
+it on a CPU, where every collective is over when its call returns. Stages have the blocks that
+`paceline.accounting.stages` gives them. T is the tokens of a micro-batch on a rank, t the tensor
+ranks, c the context ranks, S the ranks that states are sharded over, u the bytes of a block, all
+those of a unit that FSDP2 gathers or averages at once; the rest of a stage is a unit too, its root.
+
+    always            parameters and both moments of AdamW, over S; the tables of rotary positions
+    gathered          FSDP2 computes with a copy of the parameters, even of those that are whole:
+                      replicate and ZeRO-2 have it of all blocks from forward until a block's
+                      backward is over, ZeRO-3 of one block, and the root's from first to last
+    all-gather        its result lies beside the copy that is made of it. In forward it stays until
+                      the next is copied, in backward the next block's is there ahead of time. While
+                      gloo gathers, it has a buffer of that size too
+    gradients         whole until a block's backward is over in the last micro-batch, then a part in
+                      S; with one micro-batch only those of the block at hand are whole
+    embedding         its gradient has all words on every tensor rank until it is added up
+    reduce-scatter    its input, u, is kept until the next block is averaged; with replicas as well
+    pipeline          nothing is averaged or resharded before the last micro-batch is through
+    kept by a block   4 T (6 h + (3 a + 2 c k + 4 f) / t): two norms keep their input, the scaled
+                      input and their output; attention its queries, the keys and values of all
+                      context ranks, and its output twice, since the heads are put side by side
+                      for the output layer; the gated layer four tensors. With sequence parallelism
+                      norms keep 4 h / t, and 2 h is what is gathered of their outputs
+    stage's output    kept for each micro-batch in flight
+
+These add up differently at each moment, and the peak is the largest of them: before the last block
+is gathered, at the head, at the loss (three tensors like the logits), at the backward of head and
+final norm (six tensors like the stream), in that of a block when the next one is gathered, when the
+feed-forward layer's hidden gradients are there and when all of its weights' are, and at the
+embedding. Between the first two blocks that go backward and the last one, memory grows or falls
+evenly, so that these are looked at. Of ZeRO-3, threads of gloo let go of the result of an
+all-gather and of their own buffer late on a busy machine, after the next ones are there: up to two
+blocks more, which is left out.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from paceline.accounting.parameters import count_parameters
+from paceline.accounting.stages import divide_into_stages
+from paceline.core.plan import ParallelLayout
+from paceline.core.specs import ModelShape
+from paceline.planner.trainer.schedule import BackwardPass, backward_passes
+
+_BYTES = 4
+_STATES = 3
+"""A parameter and two moments of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerStep:
+    """What a data-parallel rank trains in a step."""
+
+    shape: ModelShape
+    context_length: int
+    micro_batch: int
+    num_micro_batches: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Bytes of what one rank has, as tensor and context ranks divide it."""
+
+    block: float
+    """All weights of a block."""
+    embedding: float
+    head: float
+    matrix: float
+    """A weight of the feed-forward layer."""
+    kept: float
+    """What a block keeps of a micro-batch for backward."""
+    stream: float
+    hidden: float
+    """A tensor inside of the feed-forward layer."""
+    logits: float
+    tables: float
+    """Sines and cosines of all positions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Consecutive blocks, with the embedding or the head at the ends of the model."""
+
+    num_blocks: int
+    root: float
+    """Bytes of all weights that are in no block."""
+    head: float
+    """Bytes of the head; 0 where it is in another stage."""
+    root_gradient: float
+    embedding_gradient: float
+    """Bytes of the embedding's gradient; 0 where it is in another stage."""
+
+    def parameters(self, block: float) -> float:
+        return self.root + self.num_blocks * block
+
+    def gradients(self, block: float) -> float:
+        return self.root_gradient + self.num_blocks * block
+
+
+def trainer_peak_bytes(layout: ParallelLayout, step: TrainerStep) -> float:
+    """Returns what the fullest rank holds at the peak of a step.
+
+    Args:
+        layout: One that the trainer runs.
+        step: The model and the micro-batches.
+    """
+    sizes = _sizes(layout, step)
+    peaks = []
+    for rank in range(layout.pipeline):
+        stages = _stages(layout, step, sizes, rank)
+        peaks.append(_Rank(layout, step, sizes, stages).peak(rank))
+    return max(peaks)
+
+
+def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
+    shape, tensor = step.shape, layout.tensor
+    counted = count_parameters(shape)
+    matrices = (counted.attention + counted.feed_forward) / shape.num_layers
+    numbers = _BYTES * step.micro_batch * step.context_length / layout.context
+    split = tensor if layout.sequence_parallel else 1
+    norms = (4 / split + 2) * shape.d_model
+    keys = 2 * layout.context * shape.key_value_width
+    divided = 3 * shape.attention_width + keys + 4 * shape.d_ff
+    return _Sizes(
+        block=_BYTES * (matrices / tensor + 2 * shape.d_model),
+        embedding=_BYTES * counted.embedding / tensor,
+        head=_BYTES * shape.vocab_size * shape.d_model / tensor,
+        matrix=_BYTES * shape.d_model * shape.d_ff / tensor,
+        kept=numbers * (norms + divided / tensor),
+        stream=numbers * shape.d_model / split,
+        hidden=numbers * shape.d_ff / tensor,
+        logits=numbers * shape.vocab_size / tensor,
+        tables=_BYTES * shape.max_context_length * shape.head_width,
+    )
+
+
+def _stages(layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, rank: int) -> list[_Stage]:
+    """Returns what one rank of the pipeline has, each of its stages."""
+    shape = step.shape
+    divided = divide_into_stages(
+        shape, step.context_length, layout.pipeline, layout.pipeline_interleave
+    )
+    stages = []
+    for blocks in divided[rank :: layout.pipeline]:
+        has_embedding, has_head = blocks[0] == 0, blocks[-1] == shape.num_layers - 1
+        is_shared = shape.tied_embeddings and has_embedding
+        embedding = sizes.embedding if has_embedding else 0.0
+        head = sizes.head if has_head else 0.0
+        own_head = 0.0 if is_shared else head
+        stage = _Stage(
+            num_blocks=len(blocks),
+            root=embedding + own_head,
+            head=head,
+            root_gradient=embedding * layout.tensor + own_head,
+            embedding_gradient=embedding * layout.tensor,
+        )
+        stages.append(stage)
+    return stages
+
+
+class _Rank:
+    """One rank of a pipeline, or of a layout without one."""
+
+    def __init__(
+        self, layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, stages: list[_Stage]
+    ) -> None:
+        self._layout = layout
+        self._step = step
+        self._sizes = sizes
+        self._stages = stages
+        sharded = layout.sharding != "none"
+        self._shards = layout.shard * layout.context if sharded else 1
+        self._is_wrapped = layout.data_parallel * layout.context > 1
+        self._reshards = layout.sharding == "parameters" and self._shards > 1
+        self._is_pipeline = layout.pipeline > 1
+        self._buffer = sizes.block if self._shards > 1 else 0.0
+        self._whole = sum(stage.parameters(sizes.block) for stage in stages)
+
+    def peak(self, rank: int) -> float:
+        states = self._sizes.tables + _STATES * self._whole / self._shards
+        passes = backward_passes(self._layout, rank, self._step.num_micro_batches)
+        moments = [moment for each in passes for moment in self._moments(each)]
+        return states + max(*moments, self._whole / self._shards)
+
+    def _moments(self, each: BackwardPass) -> Iterator[float]:
+        """Yields what is there beside the states, at each moment that may be the peak."""
+        sizes, stage = self._sizes, self._stages[each.stage]
+        others = [s for number, s in enumerate(self._stages) if number != each.stage]
+        beside = sum(
+            s.gradients(sizes.block)
+            for number, s in enumerate(self._stages)
+            if number != each.stage and number in each.done
+        )
+        if self._is_wrapped and not self._reshards:
+            beside += sum(other.parameters(sizes.block) for other in others)
+        in_flight = zip(each.in_flight, self._stages, strict=True)
+        beside += sizes.kept * sum(number * s.num_blocks for number, s in in_flight)
+        if self._is_pipeline:
+            beside += sizes.stream * sum(each.in_flight)
+        is_first = each.stage not in each.done
+        for moment in (*self._forward(stage, is_first), *self._backward(stage, is_first)):
+            yield beside + moment
+
+    def _forward(self, stage: _Stage, is_first: bool) -> Iterator[float]:
+        """Yields moments from the last block on until backward begins, without what is kept."""
+        sizes = self._sizes
+        accumulated = 0.0 if is_first else stage.gradients(sizes.block)
+        gathered = self._gathered(stage, stage.num_blocks)
+        # A pipeline has blocks gathered from the first micro-batch on, when little else is there.
+        buffer = 0.0 if self._is_pipeline else self._buffer
+        if buffer:
+            own = 0.0 if self._reshards else sizes.block
+            yield accumulated + gathered - own + 3 * buffer - sizes.kept + sizes.stream
+        if stage.head:
+            yield accumulated + gathered + buffer + 3 * sizes.stream + sizes.logits
+            yield accumulated + gathered + 3 * sizes.stream + 3 * sizes.logits
+            yield accumulated + gathered + stage.head + 4 * sizes.stream + sizes.logits
+            yield (accumulated or stage.head) + gathered + 6 * sizes.stream
+
+    def _gathered(self, stage: _Stage, num_blocks: int) -> float:
+        """Returns the copy of parameters that FSDP2 has of so many blocks, and of the root."""
+        if not self._is_wrapped:
+            return 0.0
+        return stage.root + (0.0 if self._reshards else num_blocks * self._sizes.block)
+
+    def _backward(self, stage: _Stage, is_first: bool) -> Iterator[float]:
+        """Yields moments of the first two blocks that go backward, and of the last one."""
+        sizes, blocks = self._sizes, stage.num_blocks
+        for done in sorted({0, min(1, blocks - 1), blocks - 1}):
+            there = self._while_block_runs(stage, done, is_first) - done * sizes.kept
+            prefetched = self._buffer if self._reshards and done < blocks - 1 else 0.0
+            yield there + 2 * prefetched
+            there += prefetched
+            if is_first:
+                yield there + sizes.stream + 2 * sizes.hidden + sizes.matrix
+                yield there - sizes.kept + 6 * sizes.stream + sizes.block
+            else:
+                yield there + sizes.stream + sizes.hidden + max(sizes.hidden, sizes.matrix)
+        # The embedding comes last; its gradient is added to that of earlier micro-batches.
+        added = 0.0 if is_first else stage.embedding_gradient
+        yield self._while_root_runs(stage) + added - blocks * sizes.kept
+
+    def _while_block_runs(self, stage: _Stage, done: int, is_first: bool) -> float:
+        """Returns parameters and gradients in the backward of a block, `done` blocks after it."""
+        block, left = self._sizes.block, stage.num_blocks - done
+        if not self._is_wrapped or self._is_pipeline:
+            gradients = stage.head + done * block if is_first else stage.gradients(block)
+            gathered = self._gathered(stage, stage.num_blocks)
+            # In a pipeline, ZeRO-3 keeps what backward has gathered.
+            return gradients + gathered + (block * (done + 1) if self._reshards else 0.0)
+        gradients = stage.head if is_first else stage.root_gradient + left * block
+        gathered = self._gathered(stage, left) + (block if self._reshards else 0.0)
+        averaged = done * block / self._shards + (block if done else 0.0)
+        return gradients + gathered + averaged
+
+    def _while_root_runs(self, stage: _Stage) -> float:
+        """Returns parameters and gradients when all blocks of a stage have gone backward."""
+        block, blocks = self._sizes.block, stage.num_blocks
+        if not self._is_wrapped:
+            return stage.gradients(block)
+        if self._is_pipeline:
+            return stage.gradients(block) + stage.parameters(block)
+        averaged = blocks * block / self._shards + block
+        return stage.root + stage.root_gradient + averaged

@@ -1,0 +1,1 @@
+"""Layouts of a run: what its config asks for, and the model laid out so."""

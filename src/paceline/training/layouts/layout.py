@@ -1,0 +1,68 @@
+"""The layout of a run: what its config makes of so many ranks, or why it cannot be."""
+
+from paceline.core.errors import UsageError
+from paceline.core.plan import ParallelLayout
+from paceline.core.runnable import Work, needs_mesh, require_runnable
+from paceline.core.strategies import sharding_of
+from paceline.training.config import RunConfig
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """Returns how the ranks of a run are laid out.
+
+    Args:
+        config: The run; `parallel` names all axes but one, which takes the ranks that are left.
+        world_size: How many ranks there are.
+    """
+    layout = _arranged(config, world_size)
+    if not needs_mesh(layout) and layout.pipeline_interleave == 1:
+        return layout
+    if config.model.hugging_face is not None:
+        raise UsageError(
+            "parallel.tensor, context, pipeline and replicate know the blocks of Paceline's own "
+            "model, not those of model.hugging_face; leave them at 1"
+        )
+    if layout.tensor > 1 and config.model.compile_blocks:
+        # torch 2.13: in backward, a compiled block hands DTensor's redistribution a plain tensor.
+        raise UsageError(
+            f"parallel.tensor {layout.tensor} cannot run with model.compile_blocks: torch's "
+            "compiler does not bring the gradients of DTensors back; leave one of them out"
+        )
+    passes = config.training.num_passes(layout.data_parallel)
+    work = Work(
+        shape=config.model.shape,
+        context_length=config.data.context_length,
+        num_micro_batches=passes,
+    )
+    require_runnable(layout, work, "parallel")
+    if layout.pipeline > 1 and config.training.batch_size % (layout.data_parallel * passes):
+        raise UsageError(
+            f"parallel.pipeline {layout.pipeline} needs micro-batches of equal size, and "
+            f"training.batch_size {config.training.batch_size} is not divisible by "
+            f"{layout.data_parallel} data-parallel ranks with {passes} micro-batches each"
+        )
+    return layout
+
+
+def _arranged(config: RunConfig, world_size: int) -> ParallelLayout:
+    parallel = config.parallel
+    sizes = {axis: getattr(parallel, axis) for axis in ("tensor", "context", "pipeline")}
+    inner = parallel.tensor * parallel.context * parallel.pipeline * parallel.replicate
+    left, remainder = divmod(world_size, inner)
+    if remainder:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise UsageError(
+            f"parallel: {axes} and replicate {parallel.replicate} take {inner} ranks, which do not "
+            f"divide {world_size}; start a multiple of {inner}"
+        )
+    sharding = sharding_of(parallel.strategy)
+    is_sharded = sharding != "none"
+    return ParallelLayout(
+        replicate=parallel.replicate if is_sharded else parallel.replicate * left,
+        shard=left if is_sharded else 1,
+        **sizes,
+        sharding=sharding,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_interleave=parallel.interleave,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )

@@ -1,0 +1,70 @@
+"""Every rank's part of the initial weights is that of a model in one piece, to the bit."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from paceline.core.plan import ParallelLayout
+from paceline.core.specs import ModelShape
+from paceline.models import TransformerLM
+from paceline.parallel import RankPool
+from paceline.parallel.mesh.apply import apply_layout
+from paceline.parallel.mesh.groups import MeshGroups
+from paceline.training.layouts.initialize import draw_parts
+
+Pools = Callable[[int], RankPool]
+_CPU = torch.device("cpu")
+
+
+def _draw(rank: int, world_size: int, layout: ParallelLayout, shape: ModelShape) -> list[str]:
+    """Returns the names of parameters that differ."""
+    torch.manual_seed(3)
+    whole = TransformerLM(shape)
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = TransformerLM(shape)
+    apply_layout(model, MeshGroups(layout, rank, world_size, _CPU))
+    model.to_empty(device=_CPU)
+    draw_parts(model)
+    assert torch.equal(model.positions.cosine, whole.positions.cosine)
+    expected = dict(whole.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    return [name for name, each in found.items() if not torch.equal(_whole(each), expected[name])]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _require_equal(rank_pool: Pools, layout: ParallelLayout, **changes: Any) -> None:
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    # Of 97 tokens, neither two nor four ranks have equally many.
+    shape = ModelShape(vocab_size=97, max_context_length=32, **sizes, **changes)
+    for different in rank_pool(layout.world_size).run(_draw, layout, shape):
+        assert different == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensor_ranks_draw_their_parts(rank_pool: Pools, tied: bool) -> None:
+    _require_equal(rank_pool, ParallelLayout(tensor=2), tied_embeddings=tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"shard": 4, "sharding": "parameters"},
+        {"tensor": 2, "shard": 2, "sharding": "parameters"},
+        {"tensor": 2, "replicate": 2, "sequence_parallel": True},
+        {"replicate": 2, "shard": 2, "sharding": "gradients"},
+        {"context": 2, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_four_ranks_draw_their_parts(rank_pool: Pools, axes: Mapping[str, Any], tied: bool) -> None:
+    _require_equal(rank_pool, ParallelLayout(**axes), tied_embeddings=tied)

@@ -1,0 +1,125 @@
+"""Layouts measured and traced on ranks: what a record of them is made from."""
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.benchmarks.calibration.calibrate import measure_engine
+from paceline.benchmarks.calibration.engine import BLOCK_TIME, engine_layouts
+from paceline.benchmarks.harness.config import ShapeOverrides
+from paceline.benchmarks.harness.turns import collect, run_round
+from paceline.benchmarks.layouts.config import LayoutCase, LayoutSweep
+from paceline.benchmarks.layouts.measure import LayoutResult, prepare
+from paceline.benchmarks.layouts.profile import trace_rounds
+from paceline.parallel import RankPool
+from paceline.traces.steps.analysis import analyse_trace
+from paceline.traces.steps.pipeline import PipelineStep, pipeline_steps
+
+Pools = Callable[[int], RankPool]
+_CPU = torch.device("cpu")
+
+
+def _case(*layouts: str, batch_size: int = 8) -> LayoutCase:
+    shape = ShapeOverrides(num_layers=4, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2)
+    sweep = LayoutSweep(
+        layouts=layouts,
+        model=("bytes-6M",),
+        batch_size=batch_size,
+        context=32,
+        shape=shape,
+        warmup=1,
+        rounds=2,
+    )
+    (case,) = sweep.cases()
+    return case
+
+
+def _measure(_rank: int, _world_size: int, case: LayoutCase) -> list[LayoutResult]:
+    prepare(_CPU, case)
+    run_round(_CPU, False)
+    for _ in range(case.rounds):
+        assert run_round(_CPU, True) > 0
+    return collect(_CPU)
+
+
+def test_layouts_take_turns_and_ranks_agree_on_the_slowest_and_the_fullest(
+    rank_pool: Pools,
+) -> None:
+    case = _case("replicate=2,micro=2", "pipeline=2,micro=1")
+    first, second = rank_pool(2).run(_measure, case)
+    assert first == second
+    for result in first:
+        assert [len(values) for values in result.samples.values()] == [case.rounds]
+    replicas, stages = (result.peak_bytes for result in first)
+    assert stages < replicas  # Each rank has half of the model, and the whole batch in parts.
+
+
+def _trace(_rank: int, _world_size: int, case: LayoutCase, path: pathlib.Path) -> None:
+    prepare(_CPU, case)
+    run_round(_CPU, False)
+    trace_rounds(_CPU, path, case.rounds)
+
+
+def _traced(pool: RankPool, path: pathlib.Path, layout: str) -> list[PipelineStep]:
+    case = _case(layout)
+    pool.run(_trace, case, path)
+    steps = pipeline_steps(analyse_trace(path).steps, range(pool.world_size))
+    assert [step.label for step in steps] == [case.layouts[0].text] * case.rounds
+    return list(steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bubble"),
+    [
+        pytest.param("pipeline=2,micro=1", 1 / 8, marks=pytest.mark.slow),
+        ("pipeline=2,interleave=2,micro=1", 1 / 16),
+    ],
+)
+def test_a_trace_has_the_order_of_the_schedule(
+    rank_pool: Pools, tmp_path: pathlib.Path, layout: str, bubble: float
+) -> None:
+    for step in _traced(rank_pool(2), tmp_path / "trace.json", layout):
+        # The order is the schedule's; how long ranks waited is the machine's affair.
+        assert step.order_bubble == pytest.approx(bubble, rel=0.01)
+        assert step.idle == pytest.approx(step.bubble + step.imbalance)
+        assert step.messages > -0.01
+        numbers = [piece.what.micro_batch for piece in step.work if piece.what.phase == "forward"]
+        assert set(numbers) == set(range(8))
+
+
+@pytest.mark.slow
+def test_gradients_of_weights_are_told_apart(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
+    for step in _traced(rank_pool(2), tmp_path / "trace.json", "pipeline=2,zb=1,micro=1"):
+        phases = [piece.what.phase for piece in step.work]
+        assert {phase: phases.count(phase) for phase in phases} == {
+            "forward": 16, "loss": 8, "backward": 16, "weights": 16,
+        }  # fmt: skip
+
+
+def _time_engine(_rank: int, _world_size: int) -> dict[str, dict[str, list[float]]]:
+    return measure_engine(_CPU, ranks_per_host=2, time_limit_s=0.0)
+
+
+def test_what_the_engine_takes_is_timed_by_all_ranks(rank_pool: Pools) -> None:
+    first, second = rank_pool(2).run(_time_engine)
+    assert first == second
+    assert first.keys() == {"plain", "shard", "tensor", "sequence", "pipeline"}
+    for laps in first.values():
+        samples = laps[BLOCK_TIME]
+        assert len(samples) == 5
+        assert min(samples) > 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "tensor"), [(4, 2, 2), (2, 1, 2), (3, 3, 1), (32, 16, 8)]
+)
+def test_tensor_ranks_share_a_host_where_it_has_several(
+    world_size: int, ranks_per_host: int, tensor: int
+) -> None:
+    layouts = engine_layouts(world_size, ranks_per_host)
+    assert all(layout.world_size == world_size for layout in layouts.values())
+    split = [layouts[name].tensor for name in ("tensor", "sequence") if name in layouts]
+    assert split == [tensor] * 2 * (tensor > 1)
+    assert ("pipeline" in layouts) == (world_size % 2 == 0)

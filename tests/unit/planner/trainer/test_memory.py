@@ -1,0 +1,79 @@
+import pytest
+
+from paceline.benchmarks.layouts.layout_text import parse_layout
+from paceline.core.presets import model_preset
+from paceline.core.specs import ModelShape
+from paceline.planner.trainer.memory import TrainerStep, trainer_peak_bytes
+
+_MEASURED = {
+    "replicate=4,micro=2": 149_513_452,
+    "replicate=4,micro=1": 151_997_676,
+    "shard=4,zero=3,micro=2": 75_945_964,
+    "shard=4,zero=3,micro=1": 80_003_052,
+    "shard=4,zero=2,micro=2": 93_255_652,
+    "shard=4,zero=2,micro=1": 97_442_788,
+    "replicate=2,shard=2,zero=3,micro=2": 95_223_532,
+    "pipeline=4,micro=1": 57_182_280,
+    "replicate=2,pipeline=2,micro=1": 87_998_576,
+    "replicate=2,pipeline=2,interleave=2,micro=1": 92_195_952,
+    "shard=2,pipeline=2,zero=2,micro=1": 68_721_776,
+    "replicate=2,tensor=2,micro=4": 107_191_532,
+    "shard=2,tensor=2,zero=3,sp=1,micro=4": 73_987_820,
+    "tensor=4,micro=8": 95_469_804,
+    "tensor=2,pipeline=2,micro=2": 54_444_144,
+    "tensor=2,pipeline=2,sp=1,micro=2": 51_685_488,
+    "replicate=2,context=2,micro=4": 152_855_788,
+    "shard=2,context=2,zero=2,micro=2": 98_951_652,
+    "context=2,tensor=2,micro=8": 112_104_684,
+}
+"""`peak_bytes` of `paceline bench layout`: bytes-6M, 8 sequences of 128 tokens, on 4 ranks."""
+
+
+def _peak(text: str, shape: ModelShape, batch_size: int = 8, context_length: int = 128) -> float:
+    written = parse_layout(text)
+    step = TrainerStep(
+        shape=shape,
+        context_length=context_length,
+        micro_batch=written.micro_batch,
+        num_micro_batches=batch_size // (written.layout.data_parallel * written.micro_batch),
+    )
+    return trainer_peak_bytes(written.layout, step)
+
+
+@pytest.mark.parametrize("layout", _MEASURED)
+def test_peaks_are_those_that_were_measured(layout: str) -> None:
+    assert _peak(layout, model_preset("bytes-6M")) == pytest.approx(_MEASURED[layout], rel=0.025)
+
+
+def test_without_tokens_to_speak_of_a_rank_holds_states_gradients_and_what_is_gathered() -> None:
+    shape = ModelShape(
+        vocab_size=16, d_model=512, d_ff=2048, num_layers=6, num_heads=8, max_context_length=4
+    )
+    block = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
+
+    def blocks(layout: str, micro: int) -> float:
+        return _peak(f"{layout},micro={micro}", shape, 2, 4) / block
+
+    # Three states and gradients, with whatever no data-parallel rank divides.
+    assert blocks("tensor=1", 2) == pytest.approx(6 * 4, rel=0.01)
+    # Parameters twice; a block's gradients, its input of the reduction and the result of it.
+    assert blocks("replicate=2", 1) == pytest.approx(6 * 4 + 2, rel=0.01)
+    # Half of the states and of the gradients; the first block's backward is the last one, with the
+    # gathered block, the input of the reduction before, and its gradients.
+    assert blocks("shard=2,zero=3", 1) == pytest.approx(6 * 2 - 0.5 + 3, rel=0.02)
+
+
+def test_the_fullest_rank_counts() -> None:
+    # A head of many words: the last stage holds its logits.
+    shape = ModelShape(vocab_size=50_000, d_model=64, d_ff=128, num_layers=4, num_heads=4)
+    logits = 3 * 4 * 128 * 50_000
+    assert _peak("pipeline=2,micro=1", shape) > logits
+
+
+def test_tied_embeddings_are_on_both_ends_of_a_pipeline() -> None:
+    tied = ModelShape(
+        vocab_size=5000, d_model=64, d_ff=128, num_layers=4, num_heads=4, tied_embeddings=True
+    )
+    untied = ModelShape(vocab_size=5000, d_model=64, d_ff=128, num_layers=4, num_heads=4)
+    assert _peak("pipeline=2,micro=1", tied) == _peak("pipeline=2,micro=1", untied)
+    assert _peak("replicate=2,micro=1", tied) < _peak("replicate=2,micro=1", untied)
