@@ -1,10 +1,12 @@
 """How tests share the machine, and shapes of the numerical rooms checked at run time."""
 
+import collections
 import os
 from typing import Any
 
 import hypothesis
 import jaxtyping
+import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
@@ -36,6 +38,23 @@ _TOGETHER = {
     "tests/end_to_end/test_report_build.py": "report",
 }
 """Files whose tests run one after another in one worker, and the name of what they share."""
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what is slow.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Makes slow tests of the parameters that ``sampled(number)`` leaves out."""
+    families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            families[item.nodeid.partition("[")[0]].append(item)
+    for family in families.values():
+        mark = family[0].get_closest_marker("sampled")
+        assert mark is not None
+        number = min(mark.args[0], len(family))
+        kept = {index * len(family) // number for index in range(number)}
+        for index, item in enumerate(family):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 class _OneByOne(LoadScopeScheduling):  # type: ignore[misc]

@@ -55,6 +55,7 @@ def _train_with_auto(rank: int, world_size: int, model: str, unfreeze: bool) -> 
     return ours.bucket_size_choice.bucket_size_mb, chosen_at
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("model", ["layered", "unused_on_one_rank"])
 def test_ranks_agree_on_a_size_and_training_stays_right(

@@ -171,6 +171,7 @@ def _load_each(rank: int, world_size: int, place: str, saved: list[Numbers]) -> 
             _require_equal(run.numbers(), expected, f"{saved_by} to {strategy}, {world_size} ranks")
 
 
+@pytest.mark.slow
 def test_every_strategy_loads_from_every_other(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
     saved = rank_pool(2).run(_save_each, str(tmp_path))[0]
     for world_size in (1, 2, 3):
@@ -192,6 +193,7 @@ def _train(
     return run.losses, run.numbers()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     rank_pool: Pools, tmp_path: pathlib.Path, strategy: StrategyName

@@ -118,6 +118,7 @@ def _require_same(config: RunConfig, expected: RunConfig) -> None:
     assert _tensors(config) == tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "lost"),
     [

@@ -51,6 +51,7 @@ def _train(rank: int, world_size: int, model: str, container: str) -> None:
         require_equal(ours, oracle)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     ("model", "world_size"),
     [
@@ -93,6 +94,7 @@ def _accumulate(rank: int, world_size: int, model: str, container: str, way: str
     require_equal(ours, oracle)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("way", ["no_sync", "forward_in_no_sync", "twice"])
 @pytest.mark.parametrize("container", CONTAINERS)

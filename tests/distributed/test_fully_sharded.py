@@ -296,6 +296,7 @@ def _train(rank: int, world_size: int, model: str, optimizer_name: str) -> None:
         assert not _present(ours)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
 )
@@ -307,6 +308,7 @@ def test_training_equals_one_process(
     rank_pool(world_size).run(_train, model, optimizer)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model", OWN_MODELS)
 def test_every_model_trains_on_three_ranks_as_in_one_process(rank_pool: Pools, model: str) -> None:
     rank_pool(3).run(_train, model, "sgd")

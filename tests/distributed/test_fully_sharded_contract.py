@@ -346,6 +346,7 @@ def _resume(rank: int, _world_size: int, path: Path) -> None:
     _require_same(other, oracle, 1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved_by", [2, 4])
 @pytest.mark.parametrize("loaded_by", [1, 3])
 def test_a_checkpoint_continues_at_any_number_of_ranks(
@@ -431,6 +432,7 @@ def _train_beyond_memory(rank: int, _world_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_a_ranks_memory_trains(rank_pool: Pools) -> None:
     # Shards and their gradients are half of the model; the rest is room for a few layers, and for
     # addresses that an allocator reserves without using them.

@@ -88,6 +88,7 @@ def _break_off(rank: int, _world_size: int, where: str) -> str:
     return "went on"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_broken_pass_every_rank_that_goes_on_says_so(where: str) -> None:
     with RankPool(2, timeout_s=5, run_timeout_s=60) as pool:
@@ -239,6 +240,7 @@ def _compile(rank: int, world_size: int, how: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["blocks", "module", "container"])
 def test_compiled_layers_train_as_in_one_process(rank_pool: Pools, how: str) -> None:
     rank_pool(2).run(_compile, how)

@@ -21,6 +21,7 @@ def _require_equal(pool: RankPool, kind: str, seeds: range) -> None:
         assert not [outcome for outcome in outcomes if outcome.difference > TOLERANCE]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MAKE)
 def test_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
     _require_equal(rank_pool(3), kind, range(5))

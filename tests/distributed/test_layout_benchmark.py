@@ -102,6 +102,7 @@ def _time_engine(_rank: int, _world_size: int) -> dict[str, dict[str, list[float
     return measure_engine(_CPU, ranks_per_host=2, time_limit_s=0.0)
 
 
+@pytest.mark.slow
 def test_what_the_engine_takes_is_timed_by_all_ranks(rank_pool: Pools) -> None:
     first, second = rank_pool(2).run(_time_engine)
     assert first == second

@@ -55,6 +55,7 @@ def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:
     assert least < ratio < 1.05
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layout", [*_ON_TWO, *(pytest.param(layout, marks=pytest.mark.slow) for layout in _MORE_ON_TWO)]
 )

@@ -88,6 +88,7 @@ def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ..
     return tuple(held.values())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", get_args(StrategyName))
 def test_states_are_the_bytes_of_the_tensors_of_every_rank(
@@ -116,6 +117,7 @@ def _memory(
     return memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "precision", "checkpointing", "attention"),
     [

@@ -38,6 +38,7 @@ def _messages(rank: int, world_size: int, name: StrategyName, size_mb: float | N
     return message_sizes(model)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "size_mb"), CASES)
 def test_messages_are_those_that_are_sent(
     rank_pool: Pools, name: StrategyName, size_mb: float | None

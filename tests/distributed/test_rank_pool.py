@@ -98,6 +98,7 @@ def test_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPat
             assert pool.run(_variable) == [value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then",
     [

@@ -115,6 +115,7 @@ with distributed_session(ranks_per_host=2, timeout_s=120) as session:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_does_not_wait_for_its_messages(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

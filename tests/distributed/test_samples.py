@@ -12,6 +12,7 @@ from tests.distributed.small_runs import changed, losses_of, small_run, train_ra
 Pools = Callable[[int], RankPool]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bucketed", "fully_sharded", "torch_ddp", "torch_fsdp2"])
 def test_samples_leave_training_as_it_is(
     tmp_path: pathlib.Path, rank_pool: Pools, strategy: str

@@ -134,6 +134,7 @@ def test_the_lab(num_hosts: int, ranks_per_host: int) -> None:
     assert "the link carries" in result.stderr
 
 
+@pytest.mark.slow
 @needs_lab
 def test_the_lab_passes_exit_codes_and_names_the_rank() -> None:
     lab = [str(BIN / "paceline"), "lab", "run", "--", PYTHON, EXAMPLE]
@@ -154,6 +155,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     assert _nothing_is_left(str(directory))
 
 
+@pytest.mark.slow
 @needs_slurm
 @pytest.mark.parametrize(
     ("options", "world_size", "num_hosts"),
@@ -184,6 +186,7 @@ def test_slurm_passes_exit_codes(slurm: dict[str, str], options: list[str]) -> N
     assert _nothing_is_left()
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_killed_script() -> None:
     code = (
         "import os, time\n"
@@ -231,6 +234,7 @@ with distributed_session(ranks_per_host=2) as session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_listens_beyond_loopback(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "listening.py"
@@ -340,6 +344,7 @@ with distributed_session(timeout_s=8) as session:
 """
 
 
+@pytest.mark.slow
 @needs_lab
 def test_a_pulled_cable_ends_every_rank_in_time(tmp_path: pathlib.Path) -> None:
     from paceline.lab.network import INTERFACE
@@ -422,6 +427,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "exit_code"), [pytest.param("session", 0, marks=pytest.mark.slow), ("error", 3)]
 )

@@ -93,6 +93,7 @@ def _train(rank: int, world_size: int, model: str, step_mode: str, bucket: float
     _require_close(ours, oracle)
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step_mode", ["after_backward", "in_backward"])
 @pytest.mark.parametrize("model", MODELS)

@@ -163,6 +163,7 @@ def test_a_weight_is_read_before_its_layer_is_called(rank_pool: Pools) -> None:
     rank_pool(2).run(_train, ReadsAhead, "nothing", "")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compiled", ["container", "module", "layers", "function"])
 @pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")

@@ -79,6 +79,7 @@ def _train(rank: int, _world_size: int, case: str, partition: str | None, model_
         _require_bits(ours, alone)
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("case", "partition"),
@@ -411,6 +412,7 @@ def _require_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> Non
             assert torch.equal(torch.as_tensor(actual["state"][number][key]), value)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("case", "partition", "then", "model"),

@@ -4,12 +4,10 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,8 +15,8 @@ from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
 from paceline.training.audit import audit_run
 from paceline.training.config import RunConfig
 from paceline.training.toml_config import encode_config
+from tests.distributed.slurm_cluster import lose_node, slurm_client, until
 from tests.distributed.small_runs import changed, small_run
-from tests.processes import children_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,7 +70,9 @@ class Job:
         return []
 
     def state(self) -> str:
-        return _slurm("squeue", "--noheader", "--states=all", f"--job={self.id}", "--format=%T")
+        return slurm_client(
+            "squeue", "--noheader", "--states=all", f"--job={self.id}", "--format=%T"
+        )
 
     def rows(self) -> list[dict[str, object]]:
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -94,7 +94,7 @@ class Job:
         """Trains a few steps more and looks whether every sample was used once."""
         steps = self.saved_step() + 5
         self.submit(CHANGES=f"--set training.steps={steps}")
-        _until(lambda: self.state() in ("COMPLETED", ""))
+        until(lambda: self.state() in ("COMPLETED", ""))
         assert self.codes()[-1] == 0
         assert audit_run(self.out) == (steps, [])
 
@@ -105,23 +105,12 @@ def _free_port() -> int:
         return port
 
 
-def _slurm(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _until(happens: Callable[[], object], seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.1)
-
-
 def test_term_saves_and_the_job_ends_with_143(slurm: pathlib.Path, tmp_path: pathlib.Path) -> None:
     job = Job(tmp_path, "term")
     job.submit()
-    _until(lambda: job.last_step() >= 3)
-    _slurm("scancel", "--signal=TERM", job.id)
-    _until(job.codes)
+    until(lambda: job.last_step() >= 3)
+    slurm_client("scancel", "--signal=TERM", job.id)
+    until(job.codes)
     assert job.codes() == [143]
     assert job.saved_step() == job.last_step() >= 3
     job.finish()
@@ -134,32 +123,32 @@ def test_a_warning_before_the_time_limit_saves_and_requeues(
     requeue = "[ $code = 143 ] && scontrol requeue $SLURM_JOB_ID"
     job = Job(tmp_path, "usr1", "--time=2", "--signal=USR1@60", "--requeue", then=requeue)
     job.submit()
-    _until(lambda: len(job.starts()) == 2, 500)
+    until(lambda: len(job.starts()) == 2, 500)
     # On a busy machine an attempt is warned before it has begun, and there is one more.
     assert set(job.codes()) == {143}
     step = job.saved_step()
     assert job.starts()[1] == f"from step {step}, 2 ranks on cpu"
-    _slurm("scancel", job.id)
+    slurm_client("scancel", job.id)
 
 
 def test_a_requeued_job_goes_on(slurm: pathlib.Path, tmp_path: pathlib.Path) -> None:
     job = Job(tmp_path, "requeue", "--requeue")
     job.submit()
-    _until(lambda: job.last_step() >= 3)
-    _slurm("scontrol", "requeue", job.id)
-    _until(lambda: len(job.starts()) == 2, 300)
+    until(lambda: job.last_step() >= 3)
+    slurm_client("scontrol", "requeue", job.id)
+    until(lambda: len(job.starts()) == 2, 300)
     step = job.saved_step()
     assert step >= 3
     assert job.starts()[1] == f"from step {step}, 2 ranks on cpu"
-    _slurm("scancel", job.id)
+    slurm_client("scancel", job.id)
 
 
 def test_a_cancelled_job_has_saved(slurm: pathlib.Path, tmp_path: pathlib.Path) -> None:
     job = Job(tmp_path, "cancelled")
     job.submit()
-    _until(lambda: job.last_step() >= 3)
-    _slurm("scancel", job.id)
-    _until(lambda: job.state() not in ("RUNNING", "COMPLETING"))
+    until(lambda: job.last_step() >= 3)
+    slurm_client("scancel", job.id)
+    until(lambda: job.state() not in ("RUNNING", "COMPLETING"))
     assert job.saved_step() == job.last_step() >= 3
     assert job.rows()[-1]["name"] == "stopped"
     job.finish()
@@ -173,40 +162,11 @@ def test_a_job_of_a_node_that_is_lost_goes_on_elsewhere(
     job.config = changed(job.config, "lost", **sections)
     (tmp_path / "lost.toml").write_text(encode_config(job.config))
     job.submit()
-    _until(lambda: job.last_step() >= 12)
-    node = _slurm("squeue", "--noheader", f"--job={job.id}", "--format=%N")
-    _lose(slurm, node, job.id)
-    _slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
-    _until(lambda: job.codes() or job.state() in ("COMPLETED", "FAILED"), 300)
+    until(lambda: job.last_step() >= 12)
+    node = slurm_client("squeue", "--noheader", f"--job={job.id}", "--format=%N")
+    lose_node(slurm, node, job.id)
+    slurm_client("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+    until(lambda: job.codes() or job.state() in ("COMPLETED", "FAILED"), 300)
     assert job.codes() == [0]
     assert len(job.starts()) == 2
     assert audit_run(job.out) == (200, [])
-
-
-def _lose(cluster: pathlib.Path, node: str, job: str) -> None:
-    """Ends all that runs on a node, as the loss of its power does."""
-    doomed = [int((cluster / "run" / f"slurmd-{node}.pid").read_text())]
-    steps = [
-        int(path.name)
-        for path in pathlib.Path("/proc").glob("[0-9]*")
-        if _is_step(path, cluster, job)
-    ]
-    while steps:
-        pid = steps.pop()
-        doomed.append(pid)
-        steps += children_of(pid)
-    for pid in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _is_step(process: pathlib.Path, cluster: pathlib.Path, job: str) -> bool:
-    with contextlib.suppress(OSError):
-        command = (process / "cmdline").read_bytes()
-        # Another cluster of this machine has a job of the same number.
-        environment = (process / "environ").read_bytes().split(b"\0")
-        return (
-            command.startswith(f"slurmstepd: [{job}.".encode())
-            and f"SLURM_CONF={cluster}/slurm.conf".encode() in environment
-        )
-    return False

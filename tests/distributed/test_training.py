@@ -92,6 +92,7 @@ def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "strategy",
     ["bucketed", "sharded_optimizer", "sharded", "fully_sharded", "torch_ddp", "torch_fsdp2"],
@@ -130,6 +131,7 @@ def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_p
     np.testing.assert_allclose(_losses(uneven), _losses(even), rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded", "torch_ddp"])
 def test_a_run_that_goes_on_is_equal_to_the_bit(
     config: RunConfig, rank_pool: Pools, strategy: str

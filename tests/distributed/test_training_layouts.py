@@ -91,6 +91,7 @@ def _digests(config: RunConfig) -> list[str]:
     return [row.data_digest for row in rows if isinstance(row, StepRow)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [TENSOR, CONTEXT, PIPELINE], ids=["tensor", "context", "stages"])
 def test_a_layout_trains_like_one_process(
     config: RunConfig, rank_pool: Pools, alone: RunConfig, layout: Layout

@@ -78,6 +78,7 @@ def test_at_rest_a_rank_names_itself(
         assert re.search(r"found at step 2: rank 1: \S.* has changed since", message)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
 def test_rolled_back_a_run_is_as_if_nothing_had_happened(
     config: RunConfig, rank_pool: Pools, strategy: str

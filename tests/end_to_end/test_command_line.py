@@ -282,6 +282,7 @@ def test_mistakes_get_one_line_and_a_documented_exit_code(
     assert printed.out == ""
 
 
+@pytest.mark.slow
 def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -306,6 +307,7 @@ def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
     assert (record.outcome, record.reason) == ("timeout", "timed out after 1 s")
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "records.jsonl").mkdir()
     result = paceline(

@@ -86,6 +86,7 @@ def test_long_context() -> None:
     assert float(difference.rpartition(" ")[2]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategies",
     [

@@ -130,6 +130,7 @@ def test_a_step_that_is_too_large_to_profile(tmp_path: pathlib.Path) -> None:
     assert "take a smaller model or batch" in line
 
 
+@pytest.mark.slow
 def test_ranks_that_are_too_large_are_skipped_with_the_reason(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(
         [PACELINE, "bench", "ddp", "--model", "llama3-405B", "--device", "cpu", "--json"],

@@ -48,6 +48,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "eighths", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["some", "all"]
 )

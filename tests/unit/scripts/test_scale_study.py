@@ -8,6 +8,7 @@ from paceline.core import ModelShape
 TINY = ModelShape(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("subject", scale_study.SUBJECTS)
 def test_a_subject_is_measured(subject: str) -> None:
     with scale_study.one_rank_of(64):

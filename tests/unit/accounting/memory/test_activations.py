@@ -263,6 +263,7 @@ PEAKS_IN_16_BITS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("without_scratch")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("case", PEAKS_IN_16_BITS, ids=str)

@@ -40,6 +40,7 @@ def test_gradients_are_the_functions_own(backend: Backend, case: Case) -> None:
     assert torch.autograd.gradcheck(attend, inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 @pytest.mark.parametrize(
     "case", [*CASES[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])]
@@ -71,6 +72,7 @@ def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "align"),
     [

@@ -60,6 +60,7 @@ def texts(labels: Iterable[Any]) -> list[str]:
     return [label.get_text().strip() for label in labels]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLOTS)
 def test_every_plot_is_written_twice_and_reproducibly(name: str, tmp_path: pathlib.Path) -> None:
     records = [*STEPS, *ATTENTION, *COMMUNICATION, *STRATEGIES, *PREDICTED, *TRACED, *MEMORY]

@@ -21,6 +21,7 @@ def found() -> ScalingFit:
     return fit(synthetic_sweep(SURFACE, noise=0.003), num_draws=30)
 
 
+@pytest.mark.slow
 def test_pictures_are_reproducible_and_drawn_without_minima_too(found: ScalingFit) -> None:
     edge = fit(synthetic_sweep(SURFACE, SweepDesign(offset=0.1), noise=0.001), num_draws=10)
     for name, plot in SCALING_PLOTS.items():

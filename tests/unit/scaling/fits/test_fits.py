@@ -342,6 +342,7 @@ def test_coefficients_at_their_bounds_are_the_best_there(seed: int) -> None:
             assert np.linalg.norm(loss - design @ found[row]) == pytest.approx(residual, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_one_more_run_ends_within_its_interval(surface: LossSurface) -> None:
     """Nine in ten of runs with twice the compute, each predicted from another sweep."""
     design = SweepDesign(budgets=(1e18, 3e18, 1e19, 3e19), num_sizes=6)

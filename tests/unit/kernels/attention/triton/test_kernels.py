@@ -232,6 +232,7 @@ def test_any_shape(case: Case) -> None:
     _check(case)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],

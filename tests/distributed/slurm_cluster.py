@@ -1,0 +1,51 @@
+"""A local Slurm for tests: asked, waited for, and deprived of a node."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+from tests.processes import children_of
+
+
+def slurm_client(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def until(happens: Callable[[], object], seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+def lose_node(cluster: pathlib.Path, node: str, job: str) -> None:
+    """Ends all that runs on a node, as the loss of its power does."""
+    doomed = [int((cluster / "run" / f"slurmd-{node}.pid").read_text())]
+    steps = [
+        int(path.name)
+        for path in pathlib.Path("/proc").glob("[0-9]*")
+        if _is_step(path, cluster, job)
+    ]
+    while steps:
+        pid = steps.pop()
+        doomed.append(pid)
+        steps += children_of(pid)
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_step(process: pathlib.Path, cluster: pathlib.Path, job: str) -> bool:
+    with contextlib.suppress(OSError):
+        command = (process / "cmdline").read_bytes()
+        # Another cluster of this machine has a job of the same number.
+        environment = (process / "environ").read_bytes().split(b"\0")
+        return (
+            command.startswith(f"slurmstepd: [{job}.".encode())
+            and f"SLURM_CONF={cluster}/slurm.conf".encode() in environment
+        )
+    return False
