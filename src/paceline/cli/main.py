@@ -22,6 +22,7 @@ from paceline.cli import (
     profile,
     report,
     scaling,
+    sweep,
     train,
 )
 from paceline.cli.exit_codes import guarded
@@ -41,6 +42,7 @@ Verb = (
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
+    | Annotated[sweep.SweepCommand, tyro.conf.subcommand("sweep")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]

@@ -196,12 +196,14 @@ def _next_failure(
     return None, code
 
 
-def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Asks processes to end, and kills those that do not within a few seconds."""
+def end_processes(
+    processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
+) -> None:
+    """Asks processes to end, and kills those that do not within `grace_s` seconds."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + TERMINATION_GRACE_S
+    deadline = time.monotonic() + grace_s
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -5,7 +5,6 @@ was; a command that fails, hangs or is killed leaves an attempt in the store and
 begins; no command outlives the suite.
 """
 
-import collections
 import dataclasses
 import os
 import pathlib
@@ -21,10 +20,8 @@ from paceline.core.units import format_seconds
 from paceline.records import Metric, Outcome, Record, RecordStore, capture_environment
 from paceline.records.kinds import ATTEMPT
 from paceline.workflows.cases import NUM_MEASURED, SEPARATOR, SuiteCase, is_partial
+from paceline.workflows.last_words import last_words
 
-_ERROR = "paceline: error: "
-_LONGEST_REASON = 300
-_LINES_LOOKED_AT = 40
 _SHORTEST_LIMIT_S = 300.0
 _SLOWEST = 6.0
 """A command may take this many times as long as expected."""
@@ -134,7 +131,7 @@ class Suite:
             return "timeout", f"timed out after {format_seconds(limit_s)}"
         if return_code == 0:
             return "ok", None
-        return "failed", _last_words(log, exit_code_of(return_code))
+        return "failed", last_words(log, exit_code_of(return_code))
 
     def _command_line(self, case: SuiteCase, directory: pathlib.Path) -> list[str]:
         # Not the installed script: this must be the Paceline that is running.
@@ -186,16 +183,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-
-
-def _last_words(log: pathlib.Path, exit_code: int) -> str:
-    """Returns the error that a command ended with, or else the last line that it printed."""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        last = collections.deque((line.strip() for line in lines if line.strip()), _LINES_LOOKED_AT)
-    # Under the lab, lines begin with the rank that they come from.
-    errors = [line.partition(_ERROR)[2] for line in last if _ERROR in line]
-    words = (errors or list(last) or ["it printed nothing"])[-1]
-    return f"exit code {exit_code}: {words[:_LONGEST_REASON]}"
 
 
 def _minutes(seconds: float) -> str:

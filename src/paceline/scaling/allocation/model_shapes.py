@@ -1,7 +1,7 @@
 """The buildable model nearest to a number of parameters, and what training it takes.
 
-Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
-divided among devices; the feed-forward layer is 8/3 as wide as the model, in multiples of 64 or
+Widths are 32 and multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can
+be divided among devices; the feed-forward layer is 8/3 as wide as the model, in multiples of 64 or
 128, so that matrices fill the tiles of a GPU. Among shapes within a few per cent of N, the one
 whose ratio of width to depth is nearest to that of published models is taken: near the optimum the
 loss hardly feels it.
@@ -53,7 +53,7 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
             d_model=width,
             d_ff=max(tile, round(8 / 3 * width / tile) * tile),
             num_layers=1,
-            num_heads=width // tile,
+            num_heads=max(1, width // tile),
             max_context_length=context_length,
         )
         one = count_parameters(shape).total
@@ -103,4 +103,4 @@ def suggested_learning_rate(parameters: float, tokens: float) -> float:
 
 def _widths() -> list[int]:
     wide = range(_WIDE, _VERY_WIDE, 256)
-    return [*range(64, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]
+    return [32, *range(64, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 
+from paceline.core.plan import Estimate
 from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.surface import Array, LossSurface, compute_for
 
@@ -28,6 +29,8 @@ _LARGEST_STEP = 2.0
 _NOISE_ROUNDS = 3
 # Losses are printed with so many digits; less noise than that would make the algebra singular.
 _LEAST_NOISE = 1e-5
+_NORMAL_90 = 1.645
+"""Standard deviations on each side that hold 90% of a normal distribution."""
 _THRIFT = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -49,6 +52,15 @@ class Belief:
         """Returns the standard deviation of log N at a budget."""
         slope = _optimum_slope(self.mean, compute)
         return float(np.sqrt(max(float(slope @ self.covariance @ slope), 0.0)))
+
+    def loss(self, parameters: float, tokens: float) -> Estimate:
+        """Returns the loss that a run should end with, and the 90% interval of it."""
+        value = float(self.surface.loss(parameters, tokens))
+        size = np.array([parameters]), np.array([tokens])
+        slope = self.surface.log_slopes(*size, REFERENCE)[0]
+        deviation = float(np.sqrt(self.noise**2 + max(float(slope @ self.covariance @ slope), 0.0)))
+        spread = float(np.exp(_NORMAL_90 * deviation))
+        return Estimate(value=value, low=value / spread, high=value * spread)
 
 
 def prior_belief(noise: float) -> Belief:

@@ -1,0 +1,214 @@
+"""``paceline sweep``: small runs that tell how large a model to train."""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from paceline.cli.output import OutputOptions, print_json, say, stderr_console, stdout_console
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.core.finding import Finding
+    from paceline.training.config import RunConfig
+    from paceline.workflows.sweep.design import Question
+    from paceline.workflows.sweep.directory import SweepDirectory, SweepState
+    from paceline.workflows.sweep.executors import Executor
+
+_LARGEST = 1 / 8
+"""Of the target, for the largest runs: a fit is not to be trusted much farther out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepCommand:
+    """Make the small runs that tell how large a model to train with a budget of FLOPs.
+
+    First a few runs check the learning rate and batch, then small runs of many sizes explore, then
+    larger ones refine what they found. Interrupt it at any moment; the same command goes on.
+    """
+
+    config: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")]
+    """What all runs have in common, as for paceline train: data, context, precision. Model, steps,
+    batch and learning rate are the sweep's."""
+    target: float
+    """FLOPs whose best model is wanted."""
+    out: pathlib.Path = pathlib.Path("sweep")
+    """Directory of the sweep; runs.jsonl in it is what paceline scaling fit reads."""
+    budget: float | None = None
+    """FLOPs of all runs of the fit together, at most; unless given, what runs of up to an eighth of
+    the target take, which is about as much as the target."""
+    epochs: float = 4.0
+    """How often a run may see the training text, at most."""
+    seed: int = 0
+    """Seed of initial weights and the order of the data."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Changes to the config, such as evaluation.sequences=128."""
+    ranks: int = 1
+    """Ranks of a run."""
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """Where runs are made: this machine, a job array of Slurm, a Ray cluster."""
+    at_once: int | None = None
+    """Runs at a time. On this machine, unless given, one or as many as there are cores, whichever
+    was measured to train more tokens per second."""
+    partition: str | None = None
+    """Slurm partition."""
+    time_limit_min: int = 60
+    """Minutes after which Slurm ends a job, whose run then goes on in another."""
+    ray_address: str | None = None
+    """Address of the Ray cluster; RAY_ADDRESS, or a new one on this machine, unless given."""
+    calibration: pathlib.Path | None = None
+    """Records of paceline calibrate, from which --dry-run predicts times."""
+    dry_run: bool = False
+    """Print the runs that would be made first and what they cost, and stop."""
+    output: OutputOptions
+
+    def __post_init__(self) -> None:
+        numbers = {"--target": self.target, "--budget": self.budget, "--epochs": self.epochs}
+        for flag, value in numbers.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+        if self.ranks < 1 or (self.at_once is not None and self.at_once < 1):
+            raise UsageError("--ranks and --at-once must be at least 1")
+        if self.ray_address is not None and self.executor != "ray":
+            raise UsageError("--ray-address needs --executor ray")
+        if self.partition is not None and self.executor != "slurm":
+            raise UsageError("--partition needs --executor slurm")
+
+    def run(self) -> int:
+        """Makes the sweep, or says what it would be."""
+        from paceline.training.toml_config import read_config
+        from paceline.workflows.sweep.directory import ROWS, SweepDirectory
+
+        base = read_config(self.config, self.set)
+        if not base.evaluation.sequences:
+            raise UsageError(
+                "evaluation.sequences is 0, and a sweep compares held-out losses; set it to 64 or "
+                "more"
+            )
+        question = self._question(base)
+        if self.dry_run:
+            return self._print_plan(question, base)
+        directory = SweepDirectory(self.out)
+        findings = self._make(directory, question, base)
+        if self.output.json:
+            for row in (*directory.rows("check"), *directory.rows("fit")):
+                print_json(row)
+            for finding in findings:
+                print_json(finding)
+        else:
+            from paceline.workflows.sweep.table import sweep_table
+
+            stdout_console().print(sweep_table(directory))
+            sys.stdout.writelines(f"{finding}\n" for finding in findings)
+        say(f"next: paceline scaling fit {self.out / ROWS} --budgets {self.target:g}")
+        return 0
+
+    def _question(self, base: "RunConfig") -> "Question":
+        from paceline.data.format.manifest import read_manifest
+        from paceline.data.storage import open_storage
+        from paceline.workflows.sweep.design import COST_OF_LARGEST, Question
+
+        manifests = [read_manifest(open_storage(source.place)) for source in base.data.sources]
+        text = sum(manifest.splits["train"].num_tokens for manifest in manifests)
+        return Question(
+            target=self.target,
+            largest=min(_LARGEST * self.target, (self.budget or math.inf) / COST_OF_LARGEST),
+            vocab_size=base.model.shape.vocab_size,
+            context_length=base.data.context_length,
+            most_tokens=self.epochs * text,
+            seed=self.seed,
+        )
+
+    def _print_plan(self, question: "Question", base: "RunConfig") -> int:
+        from paceline.training.forecast import forecast
+        from paceline.workflows.sweep.design import COST_OF_LARGEST, check_runs, exploring_runs
+        from paceline.workflows.sweep.directory import run_config
+        from paceline.workflows.sweep.rules import Rule
+        from paceline.workflows.sweep.table import plan_table
+
+        runs = [*check_runs(question), *exploring_runs(question, Rule())]
+        times = [
+            forecast(run_config(base, run, self.out), self.ranks, self.calibration).duration_s
+            for run in runs
+        ]
+        if self.output.json:
+            for run in runs:
+                print_json(run)
+            return 0
+        stdout_console().print(plan_table(runs, times))
+        left = COST_OF_LARGEST * question.largest - sum(
+            run.flops for run in runs if run.purpose == "fit"
+        )
+        sys.stdout.write(
+            f"then about {left:.3g} FLOPs on runs of up to {question.largest:.3g}, about the sizes "
+            "that these losses favour\n"
+        )
+        return 0
+
+    def _make(
+        self, directory: "SweepDirectory", question: "Question", base: "RunConfig"
+    ) -> "list[Finding]":
+        from rich.live import Live
+
+        from paceline.core.processes import termination_as_exit
+        from paceline.workflows.sweep.run import SweepRunner
+        from paceline.workflows.sweep.table import sweep_table
+
+        console = stderr_console()
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+
+            def show() -> None:
+                if console.is_terminal:
+                    live.update(sweep_table(directory), refresh=True)
+                else:
+                    say(sweep_table(directory).caption)
+
+            runner = SweepRunner(
+                directory=directory,
+                make_executor=lambda state: self._executor(directory, state),
+                ranks=self.ranks,
+                threads=self._threads,
+                on_change=show,
+            )
+            with termination_as_exit():
+                return runner.run(question, base)
+
+    def _threads(self, state: "SweepState") -> int:
+        from paceline.workflows.sweep.executors.local import available_cores
+        from paceline.workflows.sweep.throughput import threads_of
+
+        if self.executor != "local":
+            return 1
+        return threads_of(available_cores(), self.ranks, self.at_once or state.at_once or 1)
+
+    def _executor(self, directory: "SweepDirectory", state: "SweepState") -> "Executor":
+        if self.executor == "slurm":
+            from paceline.workflows.sweep.executors.slurm import SlurmExecutor
+
+            return SlurmExecutor(directory.path, self.at_once, self.partition, self.time_limit_min)
+        if self.executor == "ray":
+            from paceline.workflows.sweep.executors.ray import RayExecutor
+
+            return RayExecutor(self.ray_address, self.at_once)
+        from paceline.workflows.sweep.executors.local import LocalExecutor
+
+        return LocalExecutor(self.at_once or self._measured_at_once(directory, state))
+
+    def _measured_at_once(self, directory: "SweepDirectory", state: "SweepState") -> int:
+        """Returns how many runs at a time are fastest here, measured once for a sweep."""
+        import msgspec
+
+        from paceline.workflows.sweep.executors.local import available_cores
+        from paceline.workflows.sweep.throughput import best_at_once
+
+        if state.at_once is not None:
+            return state.at_once
+        cores = available_cores()
+        middle = state.runs[0]
+        at_once = best_at_once(directory.base(), middle, self.ranks, cores)
+        say(f"{at_once} runs at a time, measured to be the fastest on {cores} cores")
+        directory.keep(msgspec.structs.replace(state, at_once=at_once))
+        return at_once

@@ -1,0 +1,1 @@
+"""Small runs that tell how large a model to train: designed, run, resumed, handed to a fit."""

@@ -1,0 +1,198 @@
+"""Which runs a sweep makes: models that can be built, trained for whole steps.
+
+Several sizes at every level of FLOPs, because the fit that held on published runs (a parabola at
+each level, see docs/scaling-laws.md) needs them there. The lower levels are explored widely about
+what published surfaces say of the best size; the upper ones closely about what the lower ones said.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from paceline.accounting.flops import flops_per_token
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+from paceline.core.specs import ModelShape
+from paceline.scaling.allocation.model_shapes import nearest_shape
+from paceline.scaling.experiments.candidates import learn_from
+from paceline.scaling.experiments.design import Belief
+from paceline.scaling.runs.sweep import Sweep
+from paceline.workflows.sweep.rules import VARIED, Rule
+
+_NUM_LEVELS = 5
+"""Levels of FLOPs, each half of the one above it."""
+_NUM_EXPLORED = 3
+"""Levels whose sizes are chosen before any loss is known."""
+_EXPLORING = (3.0, 5)
+"""How far sizes reach from the best one, as a factor, and their number at a level."""
+_REFINING = (2.0, 4)
+COST_OF_LARGEST = _EXPLORING[1] * (1 / 16 + 1 / 8 + 1 / 4) + _REFINING[1] * (1 / 2 + 1)
+"""FLOPs of all runs over those of one of the largest."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sweep is to tell, and what it may cost."""
+
+    target: float
+    """FLOPs whose best model is wanted."""
+    largest: float
+    """FLOPs of the largest runs."""
+    vocab_size: int
+    """Vocabulary of the models."""
+    context_length: int
+    """Tokens of a sequence."""
+    most_tokens: float | None = None
+    """Tokens that a run may train on at most: the corpus, times the epochs that are allowed."""
+    seed: int = 0
+    """Seed of initial weights and the order of the data."""
+
+    @property
+    def levels(self) -> list[float]:
+        """FLOPs that a run may take, from small to large."""
+        return [self.largest / 2**step for step in reversed(range(_NUM_LEVELS))]
+
+
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: a model, how long it trains, and what is expected of it."""
+
+    name: str
+    """Unique in a sweep; the name of its directory."""
+    purpose: str
+    """fit, or check where it varies the rule."""
+    shape: ModelShape
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+    parameters: int
+    """Exact number of parameters."""
+    tokens: int
+    """Tokens that the run trains on."""
+    flops: float
+    """Exact FLOPs, attention included."""
+    seed: int = 0
+    learning_rate_factor: float = 1.0
+    """Varied by the check; 1 is the rule."""
+    batch_factor: float = 1.0
+    """Varied by the check; 1 is the rule."""
+    expected_loss: Estimate | None = None
+    """Loss that the runs before it let expect; None of the first ones."""
+
+
+def check_runs(question: Question) -> list[PlannedRun]:
+    """Returns one small run and its variations in learning rate and batch."""
+    flops = question.levels[1]
+    best = float(learn_from(None).surface.optimal_parameters(flops))
+    shape = _shape(question, best)
+    if shape is None:
+        raise UsageError(
+            f"the smallest model with a vocabulary of {question.vocab_size} is too large for runs "
+            f"of {flops:.3g} FLOPs; give a larger --target"
+        )
+    rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED)]
+    rules += [Rule().varied(batch=factor) for factor in VARIED]
+    return [
+        _planned(question, f"check-{number:02d}", "check", shape, flops, rule)
+        for number, rule in enumerate(rules, start=1)
+    ]
+
+
+def exploring_runs(question: Question, rule: Rule) -> list[PlannedRun]:
+    """Returns the runs that are made before any loss is known, on the lower levels."""
+    levels = question.levels[:_NUM_EXPLORED]
+    runs = _runs(question, learn_from(None), rule, levels, _EXPLORING)
+    # What is published of other texts and vocabularies says nothing of this one's loss.
+    return _named(runs, 0)
+
+
+def refining_runs(
+    question: Question, rule: Rule, known: Sweep, num_before: int
+) -> list[PlannedRun]:
+    """Returns the runs of the upper levels, about the sizes that the lower ones favour.
+
+    Args:
+        question: What the sweep is to tell.
+        rule: Learning rate and batch.
+        known: The runs that have been made.
+        num_before: How many runs have names already.
+    """
+    belief = learn_from(known)
+    runs = _runs(question, belief, rule, question.levels[_NUM_EXPLORED:], _REFINING)
+    expected = [
+        msgspec.structs.replace(run, expected_loss=belief.loss(run.parameters, run.tokens))
+        for run in runs
+    ]
+    return _named(expected, num_before)
+
+
+def _named(runs: list[PlannedRun], num_before: int) -> list[PlannedRun]:
+    return [
+        msgspec.structs.replace(run, name=f"fit-{number:02d}")
+        for number, run in enumerate(runs, start=num_before + 1)
+    ]
+
+
+def _runs(
+    question: Question,
+    belief: Belief,
+    rule: Rule,
+    levels: Sequence[float],
+    sizes: tuple[float, int],
+) -> list[PlannedRun]:
+    """Returns runs of distinct models at every level, small ones first."""
+    reach, number = sizes
+    found: list[PlannedRun] = []
+    for flops in levels:
+        best = float(belief.surface.optimal_parameters(flops))
+        here: dict[int, PlannedRun] = {}
+        for size in best * np.geomspace(1 / reach, reach, number):
+            shape = _shape(question, float(size))
+            if shape is None:
+                continue
+            run = _planned(question, "", "fit", shape, flops, rule)
+            if question.most_tokens is None or run.tokens <= question.most_tokens:
+                here[run.parameters] = run
+        found += here.values()
+    if not found:
+        raise UsageError(
+            f"no model of a vocabulary of {question.vocab_size} can be trained with "
+            f"{levels[0]:.3g} to {levels[-1]:.3g} FLOPs; give a larger --target, or more text"
+        )
+    return found
+
+
+def _shape(question: Question, parameters: float) -> ModelShape | None:
+    """Returns the buildable model nearest to a size, if there is one near it."""
+    try:
+        shape = nearest_shape(
+            parameters, vocab_size=question.vocab_size, context_length=question.context_length
+        )
+    except UsageError:
+        return None
+    total = count_parameters(shape).total
+    return shape if abs(math.log(total / parameters)) < math.log(1.5) else None
+
+
+def _planned(
+    question: Question, name: str, purpose: str, shape: ModelShape, flops: float, rule: Rule
+) -> PlannedRun:
+    per_token = flops_per_token(shape, question.context_length).model
+    parameters = count_parameters(shape).total
+    tuned = rule.apply(parameters, flops / per_token, question.context_length)
+    tokens = tuned.steps * tuned.batch_size * question.context_length
+    return PlannedRun(
+        name=name,
+        purpose=purpose,
+        shape=shape,
+        **dataclasses.asdict(tuned),
+        parameters=parameters,
+        tokens=tokens,
+        flops=per_token * tokens,
+        seed=question.seed,
+        learning_rate_factor=rule.learning_rate_factor,
+        batch_factor=rule.batch_factor,
+    )

@@ -1,0 +1,269 @@
+"""A sweep on disk: what was planned, and one directory for each run.
+
+    sweep.json      the question, the rule, and every planned run; written before a run begins
+    base.toml       what all runs have in common: data, precision, parallelism
+    runs/NAME/      run.toml, log.txt, and what `paceline train` writes
+    runs.jsonl      a row for every run of the fit that has ended, for `paceline scaling fit`
+    checks.jsonl    the same of the runs that vary the rule
+
+A run has ended when its directory has `ended.json`. Whatever kills a sweep, the same command goes
+on: planned runs are not planned again, ended ones not made again, interrupted ones go on from
+their newest checkpoint.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline.core.errors import UsageError
+from paceline.records import Outcome, Record, RecordStore
+from paceline.records.codecs import UNDECODABLE
+from paceline.training.config import ModelConfig, RunConfig
+from paceline.training.run_files import RECORD
+from paceline.training.toml_config import encode_config, read_config
+from paceline.workflows.sweep.design import PlannedRun, Question
+from paceline.workflows.sweep.rules import Rule
+
+ROWS = "runs.jsonl"
+_CHECKS = "checks.jsonl"
+_STATE = "sweep.json"
+_BASE = "base.toml"
+_RUNS = "runs"
+_RUN = "run.toml"
+ENDED = "ended.json"
+"""In the directory of a run that will not go on: how it ended."""
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a run ended."""
+
+    outcome: Outcome
+    reason: str | None = None
+    """Why it has no loss; None where it has one."""
+    time_s: float
+    """From its start to its end, in all attempts that ended by themselves."""
+
+
+class SweepState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was decided so far."""
+
+    question: Question
+    rule: Rule | None = None
+    """Learning rate and batch of the fit's runs; None before the check has ended."""
+    at_once: int | None = None
+    """Runs at a time on this machine; None before it was measured."""
+    runs: tuple[PlannedRun, ...] = ()
+    """In the order in which they were planned."""
+    is_refined: bool = False
+    """Whether the last runs are planned, too."""
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has ended, as `paceline scaling fit` reads it."""
+
+    name: str
+    parameters: int
+    tokens: int
+    flops: float
+    learning_rate: float
+    batch_tokens: int
+    learning_rate_factor: float
+    batch_factor: float
+    seed: int
+    outcome: Outcome
+    reason: str | None
+    final_loss: float | None
+    """Held-out loss after the last step."""
+    expected_loss: float | None
+    expected_low: float | None
+    expected_high: float | None
+    step_time_s: float | None
+    memory_bytes: float | None
+    time_s: float
+
+
+class SweepDirectory:
+    """A sweep in a directory at `path`."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    @property
+    def exists(self) -> bool:
+        """Whether a sweep was begun here."""
+        return (self.path / _STATE).exists()
+
+    def begin(self, question: Question, base: RunConfig) -> SweepState:
+        """Begins a sweep, or goes on with the one that is here, which must ask the same."""
+        if self.exists:
+            state = self.state()
+            if state.question != question:
+                difference = _difference(state.question, question)
+                raise UsageError(
+                    f"{self.path} holds a sweep with another question ({difference}); name another "
+                    "directory with --out"
+                )
+            return state
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.path / _BASE, encode_config(_with_whole_paths(base)).encode())
+        state = SweepState(question=question)
+        self.keep(state)
+        return state
+
+    def base(self) -> RunConfig:
+        """Returns what all runs have in common."""
+        return read_config(self.path / _BASE)
+
+    def state(self) -> SweepState:
+        """Returns what was decided so far."""
+        path = self.path / _STATE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=SweepState)
+        except UNDECODABLE as error:
+            raise UsageError(f"{path}: not the state of a sweep: {error}") from error
+
+    def keep(self, state: SweepState) -> None:
+        """Replaces the state; a reader sees the old one or the new one."""
+        _write(self.path / _STATE, msgspec.json.format(msgspec.json.encode(state)))
+
+    def run_directory(self, run: PlannedRun) -> pathlib.Path:
+        """Returns where a run's files are."""
+        return self.path / _RUNS / run.name
+
+    def write_config(self, run: PlannedRun) -> pathlib.Path:
+        """Writes the config of a run, for the place where the sweep is now; returns its path."""
+        directory = self.run_directory(run)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / _RUN
+        _write(path, encode_config(run_config(self.base(), run, directory.resolve())).encode())
+        return path
+
+    def ending(self, run: PlannedRun) -> Ending | None:
+        """Returns how a run ended; None of one that has not."""
+        path = self.run_directory(run) / ENDED
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Ending)
+        except FileNotFoundError:
+            return None
+        except UNDECODABLE as error:
+            raise UsageError(f"{path}: not the ending of a run: {error}") from error
+
+    def open_runs(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """Returns the runs that have not ended."""
+        return [run for run in runs if self.ending(run) is None]
+
+    def rows(self, purpose: str) -> list[RunRow]:
+        """Returns the runs of a purpose that have ended, in the order of the plan."""
+        rows = (self._row(run) for run in self.state().runs if run.purpose == purpose)
+        return [row for row in rows if row is not None]
+
+    def write_rows(self) -> None:
+        """Writes what has ended for `paceline scaling fit`, and the check beside it."""
+        for purpose, name in (("fit", ROWS), ("check", _CHECKS)):
+            lines = [msgspec.json.encode(row) + b"\n" for row in self.rows(purpose)]
+            _write(self.path / name, b"".join(lines))
+
+    def _row(self, run: PlannedRun) -> RunRow | None:
+        ending = self.ending(run)
+        if ending is None:
+            return None
+        record = self.record(run) if ending.outcome == "ok" else None
+        expected = run.expected_loss
+        return RunRow(
+            name=run.name,
+            parameters=run.parameters,
+            tokens=run.tokens,
+            flops=run.flops,
+            learning_rate=run.learning_rate,
+            batch_tokens=run.tokens // run.steps,
+            learning_rate_factor=run.learning_rate_factor,
+            batch_factor=run.batch_factor,
+            seed=run.seed,
+            outcome=ending.outcome,
+            reason=ending.reason,
+            final_loss=_metric(record, "heldout_loss"),
+            expected_loss=None if expected is None else expected.value,
+            expected_low=None if expected is None else expected.low,
+            expected_high=None if expected is None else expected.high,
+            step_time_s=_metric(record, "step_time_s"),
+            memory_bytes=_metric(record, "memory_bytes"),
+            time_s=ending.time_s,
+        )
+
+    def record(self, run: PlannedRun) -> Record | None:
+        """Returns the record of a run that has finished."""
+        store = RecordStore(self.run_directory(run) / RECORD)
+        return list(store.read())[-1] if store.path.exists() else None
+
+
+def run_config(base: RunConfig, run: PlannedRun, directory: pathlib.Path) -> RunConfig:
+    """Returns the config of a run: the base with the run's model, length and hyperparameters."""
+    shape = run.shape
+    return dataclasses.replace(
+        base,
+        out=str(directory),
+        model=ModelConfig(
+            preset=base.model.preset,
+            vocab_size=shape.vocab_size,
+            d_model=shape.d_model,
+            d_ff=shape.d_ff,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_heads,
+            head_dim=shape.head_width,
+            max_context_length=shape.max_context_length,
+            tied_embeddings=shape.tied_embeddings,
+            activation_checkpointing=base.model.activation_checkpointing,
+            compile_blocks=base.model.compile_blocks,
+        ),
+        training=dataclasses.replace(
+            base.training, steps=run.steps, batch_size=run.batch_size, seed=run.seed
+        ),
+        optimizer=dataclasses.replace(base.optimizer, learning_rate=run.learning_rate),
+        schedule=dataclasses.replace(base.schedule, warmup_steps=run.warmup_steps),
+        # Only the loss at the end counts.
+        evaluation=dataclasses.replace(base.evaluation, every_steps=run.steps, sample_prompt=None),
+    )
+
+
+def _with_whole_paths(base: RunConfig) -> RunConfig:
+    """Returns the config with datasets that are found from any directory, on any node."""
+    sources = tuple(
+        source
+        if "://" in source.place
+        else dataclasses.replace(source, place=str(pathlib.Path(source.place).resolve()))
+        for source in base.data.sources
+    )
+    return dataclasses.replace(base, data=dataclasses.replace(base.data, sources=sources))
+
+
+def write_ending(directory: pathlib.Path, ending: Ending) -> None:
+    """Says in a run's directory that it has ended."""
+    _write(directory / ENDED, msgspec.json.encode(ending))
+
+
+def _metric(record: Record | None, name: str) -> float | None:
+    metric = None if record is None else record.metrics.get(name)
+    return None if metric is None else metric.value
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _difference(here: Question, asked: Question) -> str:
+    """Names the first field in which two questions differ."""
+    for field in here.__struct_fields__:
+        old, new = getattr(here, field), getattr(asked, field)
+        if old != new:
+            return f"{field} {old:g} there, {new:g} asked"
+    return "the same"

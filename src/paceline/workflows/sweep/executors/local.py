@@ -1,0 +1,44 @@
+"""Runs on this machine, several at a time, each in a process that ends with the sweep."""
+
+import collections
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+from paceline.workflows.sweep.task import RunTask, StartedRun, stop_runs
+
+_POLL_S = 0.1
+
+
+class LocalExecutor:
+    """Processes of this machine.
+
+    Args:
+        at_once: How many runs are made at a time.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+
+    def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
+        """Yields the label of each run when it has ended."""
+        waiting, running = collections.deque(tasks), list[StartedRun]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._at_once:
+                    running.append(StartedRun(waiting.popleft()))
+                for run in list(running):
+                    has_ended = run.poll()
+                    if has_ended is None:
+                        continue
+                    running.remove(run)
+                    if has_ended:
+                        yield run.task.label
+                time.sleep(_POLL_S)
+        finally:
+            stop_runs(running)
+
+
+def available_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,87 @@
+"""Runs as a job array of Slurm, through submitit.
+
+Jobs may be requeued: a lost node, a preemption or the time limit costs a run what it has done since
+its newest checkpoint. Whether a run has ended is read from its directory, not from Slurm, whose
+accounting (sacct) many clusters do not have; Slurm is asked only which jobs still wait or run.
+"""
+
+import pathlib
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+
+from paceline.core.errors import UsageError
+from paceline.workflows.sweep.task import RunTask, has_ended, run_task
+
+_POLL_S = 1.0
+_LOGS = "slurm"
+
+
+class SlurmExecutor:
+    """A job array.
+
+    Args:
+        directory: The sweep's directory, which all nodes see.
+        at_once: Jobs at a time; None for as many as Slurm starts.
+        partition: Where jobs are sent; None for the default.
+        time_limit_min: Minutes after which Slurm ends a job.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        at_once: int | None,
+        partition: str | None,
+        time_limit_min: int,
+    ) -> None:
+        try:
+            import submitit
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "--executor slurm needs the package submitit; pip install 'paceline[slurm]'"
+            ) from error
+        self._executor = submitit.SlurmExecutor(folder=directory.resolve() / _LOGS)
+        self._at_once = at_once
+        self._options = {} if partition is None else {"partition": partition}
+        self._time_limit_min = time_limit_min
+
+    def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
+        """Yields the label of each run when it has ended."""
+        self._executor.update_parameters(
+            job_name="paceline-sweep",
+            nodes=1,
+            ntasks_per_node=1,
+            cpus_per_task=tasks[0].ranks * tasks[0].threads,
+            time=self._time_limit_min,
+            array_parallelism=self._at_once or len(tasks),
+            additional_parameters={"requeue": True},
+            **self._options,
+        )
+        jobs = self._executor.map_array(run_task, tasks)
+        waiting = {job.job_id: task for job, task in zip(jobs, tasks, strict=True)}
+        array = jobs[0].job_id.partition("_")[0]
+        try:
+            while waiting:
+                # Asked before the directories are looked at: a job that is gone has written all.
+                alive = _alive(array)
+                for job_id, task in list(waiting.items()):
+                    if has_ended(task):
+                        del waiting[job_id]
+                        yield task.label
+                    elif job_id not in alive:
+                        del waiting[job_id]
+                time.sleep(_POLL_S)
+        finally:
+            if waiting:
+                subprocess.run(["scancel", array], check=False)
+
+
+def _alive(array: str) -> set[str]:
+    """Returns the jobs of an array that wait or run, such as 12_3."""
+    listed = subprocess.run(
+        ["squeue", "--noheader", "--array", f"--jobs={array}", "--format=%F_%K"],
+        capture_output=True,
+        text=True,
+    )
+    # An array whose jobs are all gone is unknown to Slurm after a while.
+    return set(listed.stdout.split())

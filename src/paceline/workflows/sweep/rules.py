@@ -1,0 +1,108 @@
+"""The learning rate and batch of every run of a sweep, and whether the rule holds.
+
+Step Law (arXiv 2503.04715) gives both from parameters and tokens. It was fitted to models of 60M
+parameters and more, so a sweep first varies both about what it says, on one small run, and shifts
+the rule by the factors that the losses of these runs ask for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.core.finding import Finding
+from paceline.scaling.allocation.model_shapes import suggested_batch_tokens, suggested_learning_rate
+
+_WARMUP = 0.05
+"""Part of a run in which the learning rate rises."""
+_FEWEST_STEPS = 64
+"""With fewer, a run is all warm-up and decay."""
+VARIED = (0.5, 2.0)
+"""Factors by which the check varies learning rate and batch."""
+_FARTHEST = 4.0
+"""A parabola through three points tells little farther away than this factor."""
+_WORTH_SAYING = 0.005
+"""Relative gain in loss from which a finding asks for a change."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What is tuned in a run."""
+
+    learning_rate: float
+    """Peak learning rate."""
+    batch_size: int
+    """Sequences per step."""
+    warmup_steps: int
+    """Steps from zero to the peak."""
+    steps: int
+    """Steps of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Step Law, times two factors."""
+
+    learning_rate_factor: float = 1.0
+    """What the law's learning rate is multiplied by."""
+    batch_factor: float = 1.0
+    """What the law's batch is multiplied by."""
+
+    def apply(self, parameters: float, tokens: float, context_length: int) -> Hyperparameters:
+        """Returns the hyperparameters of a run of so many parameters and about so many tokens."""
+        wanted = self.batch_factor * suggested_batch_tokens(tokens)
+        most = tokens / _FEWEST_STEPS
+        batch_size = max(1, round(min(wanted, most) / context_length))
+        steps = max(1, round(tokens / (batch_size * context_length)))
+        return Hyperparameters(
+            learning_rate=self.learning_rate_factor * suggested_learning_rate(parameters, tokens),
+            batch_size=batch_size,
+            warmup_steps=min(steps, max(1, round(_WARMUP * steps))),
+            steps=steps,
+        )
+
+    def varied(self, *, learning_rate: float = 1.0, batch: float = 1.0) -> "Rule":
+        """Returns the rule with its factors multiplied."""
+        return Rule(
+            learning_rate_factor=self.learning_rate_factor * learning_rate,
+            batch_factor=self.batch_factor * batch,
+        )
+
+
+def best_factor(losses: Mapping[float, float]) -> float:
+    """Returns where the loss is lowest, from losses at three factors or more.
+
+    A parabola through the logarithms, as far as the runs can tell: never farther out than twice
+    the farthest factor. Where the losses have no minimum, the factor of the lowest one.
+    """
+    factors = sorted(losses)
+    lowest = min(factors, key=losses.__getitem__)
+    if len(factors) < 3:
+        return lowest
+    curve, slope, _ = np.polyfit([math.log(f) for f in factors], [losses[f] for f in factors], 2)
+    if curve <= 0:
+        return lowest
+    best = math.exp(float(-slope / (2 * curve)))
+    return min(max(best, 1 / _FARTHEST), _FARTHEST)
+
+
+def rule_finding(name: str, what: str, losses: Mapping[float, float], factor: float) -> Finding:
+    """Says how the rule did in the check.
+
+    Args:
+        name: The finding's name.
+        what: Learning rate or batch, as a sentence names it.
+        losses: Held-out loss by factor; factor 1 is the rule itself.
+        factor: Where the loss is lowest.
+    """
+    rule_loss = losses[1.0]
+    gain = 1 - min(losses.values()) / rule_loss
+    tried = ", ".join(f"{losses[f]:.4f} at {f:g}x" for f in sorted(losses))
+    message = f"{what} by Step Law: held-out loss {tried}; lowest about {factor:.2g}x"
+    remedy = ""
+    if gain > _WORTH_SAYING:
+        remedy = f"the other runs use {factor:.2g} times the law, which gains {gain:.1%} here"
+    return Finding(
+        name=name, message=message, remedy=remedy, figures={"factor": factor, "gain": gain}
+    )

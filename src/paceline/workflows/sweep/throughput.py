@@ -1,0 +1,77 @@
+"""How many runs at a time train most tokens per second on this machine.
+
+Small models do not fill several cores, and runs beside each other compete for memory: measured
+rather than guessed, on a few steps of a run that the sweep will make.
+"""
+
+import pathlib
+import tempfile
+
+import msgspec
+
+from paceline.core.errors import PacelineError
+from paceline.records import RecordStore
+from paceline.training.config import RunConfig
+from paceline.training.run_files import RECORD
+from paceline.training.toml_config import encode_config
+from paceline.workflows.sweep.design import PlannedRun
+from paceline.workflows.sweep.directory import run_config
+from paceline.workflows.sweep.executors.local import LocalExecutor
+from paceline.workflows.sweep.task import RunTask
+
+_STEPS = 40
+
+
+def best_at_once(base: RunConfig, run: PlannedRun, ranks: int, cores: int) -> int:
+    """Returns how many runs at a time train fastest: one with all cores, or one for each.
+
+    Args:
+        base: What all runs have in common.
+        run: The run to measure with, whose first steps are made and thrown away.
+        ranks: Ranks of a run.
+        cores: Cores of the machine.
+    """
+    most = max(1, cores // ranks)
+    if most == 1:
+        return 1
+    rates = {at_once: _runs_per_s(base, run, ranks, cores, at_once) for at_once in (1, most)}
+    return max(rates, key=rates.__getitem__)
+
+
+def threads_of(cores: int, ranks: int, at_once: int) -> int:
+    """Returns the threads of a rank when so many runs share the cores."""
+    return max(1, cores // (ranks * at_once))
+
+
+def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, cores: int, at_once: int) -> float:
+    short = msgspec.structs.replace(run, steps=_STEPS, warmup_steps=1)
+    with tempfile.TemporaryDirectory() as directory:
+        tasks = []
+        for number in range(at_once):
+            place = pathlib.Path(directory) / str(number)
+            place.mkdir()
+            config = place / "run.toml"
+            config.write_text(encode_config(run_config(base, short, place)))
+            tasks.append(
+                RunTask(
+                    label=f"throughput {number}",
+                    directory=str(place),
+                    config=str(config),
+                    ranks=ranks,
+                    threads=threads_of(cores, ranks, at_once),
+                )
+            )
+        for _label in LocalExecutor(at_once).run(tasks):
+            pass
+        return sum(1 / _step_time_s(pathlib.Path(task.directory)) for task in tasks)
+
+
+def _step_time_s(directory: pathlib.Path) -> float:
+    path = directory / RECORD
+    if not path.exists():
+        log = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
+        raise PacelineError(
+            f"the first steps of a run failed: {log[-1] if log else 'nothing was printed'}"
+        )
+    (record,) = RecordStore(path).read()
+    return record.metrics["step_time_s"].value

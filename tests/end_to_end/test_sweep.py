@@ -1,0 +1,87 @@
+"""``paceline sweep`` as a user types it: planned, killed, gone on with."""
+
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.scaling import read_sweep
+from paceline.training.audit import audit_run
+from tests.distributed.slurm_cluster import until
+
+_SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
+
+
+def _paceline(place: pathlib.Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Text of words by Zipf's law, as tokens, and a config of runs on it."""
+    place = tmp_path_factory.mktemp("sweep")
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 8))) for _ in range(2000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    (place / "corpus").mkdir()
+    for number in range(100):
+        text = " ".join(chance.choices(words, weights, k=1500))
+        (place / "corpus" / f"{number}.txt").write_text(text)
+    made = _paceline(
+        place,
+        *("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens"),
+        *("--heldout", "0.1"),
+    )
+    assert made.returncode == 0, made.stderr
+    (place / "base.toml").write_text(_paceline(place, "train", "init").stdout)
+    return place
+
+
+def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
+    planned = _paceline(place, *_SWEEP, "--dry-run")
+    runs = [json.loads(line) for line in planned.stdout.splitlines()]
+    assert [run["purpose"] for run in runs[:5]] == ["check"] * 5
+    assert not (place / "sweep").exists()
+    blind = _paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
+    assert blind.returncode == 2
+    assert "evaluation.sequences is 0" in blind.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *_SWEEP], cwd=place, stdout=subprocess.DEVNULL
+    )
+    until(lambda: len(list((place / "sweep" / "runs").glob("*/ended.json"))) >= 3, 300)
+    time.sleep(random.Random(1).uniform(0, 5))
+    running.kill()
+    running.wait()
+    ended = {path.parent.name for path in (place / "sweep" / "runs").glob("*/ended.json")}
+    whole = _paceline(place, *_SWEEP)
+    assert whole.returncode == 0, whole.stderr
+    rows = [json.loads(line) for line in whole.stdout.splitlines()][:-2]
+    assert len(rows) >= 16
+    assert all(row["outcome"] == "ok" for row in rows)
+    for row in rows:
+        directory = place / "sweep" / "runs" / row["name"]
+        steps, wrong = audit_run(directory)
+        assert wrong == []
+        assert steps * row["batch_tokens"] == row["tokens"]
+        events = (directory / "metrics.jsonl").read_text()
+        assert events.count('"name":"finished"') == 1
+        if row["name"] in ended:
+            assert events.count('"name":"started"') == 1
+    again = _paceline(place, *_SWEEP)
+    assert again.stdout == whole.stdout
+    assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 5

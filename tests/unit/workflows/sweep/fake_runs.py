@@ -1,0 +1,78 @@
+"""Runs of a sweep that need no training: their losses lie on a surface."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from paceline.accounting.parameters import count_parameters
+from paceline.data.loader.config import SourceConfig
+from paceline.records import Metric, Record, RecordStore, capture_environment
+from paceline.scaling.allocation.model_shapes import suggested_learning_rate
+from paceline.scaling.surface import LossSurface
+from paceline.training.config import DataConfig, RunConfig
+from paceline.training.run_files import RECORD
+from paceline.training.toml_config import read_config
+from paceline.workflows.sweep.design import Question
+from paceline.workflows.sweep.directory import Ending, write_ending
+from paceline.workflows.sweep.task import RunTask
+
+SURFACE = LossSurface(0.8, 60.0, 0.34, 300.0, 0.36)
+QUESTION = Question(
+    target=1e14, largest=1.25e13, vocab_size=256, context_length=256, most_tokens=5e7
+)
+BASE = RunConfig(out="base", data=DataConfig(sources=(SourceConfig(place="tokens"),)))
+
+
+@dataclasses.dataclass
+class FakeExecutor:
+    """Gives every run the loss of the surface, at a learning rate that is twice the best one."""
+
+    made: list[str] = dataclasses.field(default_factory=list)
+    """Names of the runs that were begun."""
+    dies_after: int | None = None
+    """How many runs may end before the process dies, as by kill -9."""
+    failing: Sequence[str] = ()
+    killed: Sequence[str] = ()
+    """Runs that never come to an end."""
+
+    def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
+        for task in tasks:
+            if self.dies_after is not None and len(self.made) >= self.dies_after:
+                raise KeyboardInterrupt
+            self.made.append(task.label)
+            if task.label in self.killed:
+                continue
+            directory = pathlib.Path(task.directory)
+            if task.label in self.failing:
+                write_ending(directory, Ending(outcome="diverged", reason="not finite", time_s=1.0))
+            else:
+                _finish(directory, read_config(pathlib.Path(task.config)))
+            yield task.label
+
+
+def _finish(directory: pathlib.Path, config: RunConfig) -> None:
+    parameters = count_parameters(config.model.shape).total
+    tokens = config.training.steps * config.tokens_per_step
+    factor = config.optimizer.learning_rate / suggested_learning_rate(parameters, tokens)
+    loss = float(SURFACE.loss(parameters, tokens)) * (1 + 0.01 * (factor - 0.5) ** 2)
+    RecordStore(directory / RECORD).append(
+        Record(
+            kind="construction",
+            case={
+                "subject": "run",
+                "parameters": parameters,
+                "world_size": 1,
+                "device": "cpu",
+                "hardware": "none",
+                "threads": 1,
+            },
+            environment=capture_environment(),
+            metrics={
+                "heldout_loss": Metric(value=loss),
+                "step_time_s": Metric(value=0.01),
+                "memory_bytes": Metric(value=1e6),
+            },
+            outcome="ok",
+        )
+    )
+    write_ending(directory, Ending(outcome="ok", time_s=1.0 + tokens * parameters * 6e-11))

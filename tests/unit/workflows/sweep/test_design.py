@@ -1,0 +1,115 @@
+"""Planned runs: buildable, within the budget, and what the rule says of them."""
+
+import dataclasses
+import math
+import pathlib
+
+import hypothesis
+import msgspec
+import pytest
+from hypothesis import strategies as st
+
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.workflows.sweep.design import check_runs, exploring_runs
+from paceline.workflows.sweep.directory import run_config
+from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding
+from tests.unit.workflows.sweep.fake_runs import BASE, QUESTION
+
+
+@hypothesis.given(
+    target=st.floats(1e13, 1e25),
+    vocab_size=st.sampled_from([256, 4096, 32_000]),
+    context_length=st.sampled_from([128, 256, 2048]),
+)
+@hypothesis.settings(max_examples=8)
+def test_runs_keep_the_budget_and_can_be_built(
+    target: float, vocab_size: int, context_length: int
+) -> None:
+    question = msgspec.structs.replace(
+        QUESTION,
+        target=target,
+        largest=target / 8,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        most_tokens=None,
+    )
+    try:
+        runs = exploring_runs(question, Rule())
+    except UsageError:
+        # Embeddings of a large vocabulary alone are too much for a small budget.
+        assert vocab_size > 256
+        return
+    assert sum(run.flops for run in runs) <= 1.1 * 5 * (1 / 16 + 1 / 8 + 1 / 4) * target / 8
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        assert run.flops <= question.largest / 4 * 1.1
+        assert run.parameters == count_parameters(run.shape).total
+        assert run.tokens == run.steps * run.batch_size * context_length
+        assert 1 <= run.warmup_steps <= run.steps
+
+
+def test_the_config_of_a_run_is_its_model() -> None:
+    for run in (*check_runs(QUESTION), *exploring_runs(QUESTION, Rule())):
+        config = run_config(BASE, run, pathlib.Path("run"))
+        shape = config.model.shape
+        assert (shape.head_width, shape.num_kv_heads) == (run.shape.head_width, run.shape.num_heads)
+        without = {"num_kv_heads": None, "head_dim": None}
+        assert dataclasses.replace(shape, **without) == run.shape
+        assert config.training.steps * config.tokens_per_step == run.tokens
+        assert config.optimizer.learning_rate == run.learning_rate
+
+
+def test_runs_see_the_text_as_often_as_is_allowed() -> None:
+    few = msgspec.structs.replace(QUESTION, most_tokens=2e6)
+    assert max(run.tokens for run in exploring_runs(few, Rule())) <= 2e6
+    none = msgspec.structs.replace(QUESTION, most_tokens=1.0)
+    with pytest.raises(UsageError, match="or more text"):
+        exploring_runs(none, Rule())
+
+
+def test_the_check_varies_one_thing_at_a_time() -> None:
+    rule, *others = check_runs(QUESTION)
+    for run in others:
+        differs = [
+            name
+            for name in ("learning_rate_factor", "batch_factor")
+            if getattr(run, name) != getattr(rule, name)
+        ]
+        assert len(differs) == 1
+        assert run.shape == rule.shape
+        assert run.tokens == pytest.approx(rule.tokens, rel=0.01)
+    assert others[0].learning_rate == pytest.approx(rule.learning_rate / 2)
+    assert others[2].batch_size * 2 == rule.batch_size
+
+
+def test_a_check_that_no_model_is_small_enough_for() -> None:
+    tiny = msgspec.structs.replace(QUESTION, largest=1e9)
+    with pytest.raises(UsageError, match="give a larger --target"):
+        check_runs(tiny)
+
+
+@pytest.mark.parametrize("best", [0.5, 0.8, 1.0, 1.7, 3.0])
+def test_the_best_factor_of_a_parabola_is_found(best: float) -> None:
+    losses = {factor: 2 + 0.1 * math.log(factor / best) ** 2 for factor in (0.5, 1.0, 2.0)}
+    assert best_factor(losses) == pytest.approx(best)
+
+
+def test_factors_stay_near_what_was_tried() -> None:
+    assert best_factor({0.5: 3.0, 1.0: 2.0, 2.0: 1.01}) <= 4
+    assert best_factor({0.5: 1.0, 1.0: 3.0, 2.0: 2.0}) == 0.5
+    assert best_factor({1.0: 3.0, 2.0: 2.0}) == 2.0
+
+
+def test_a_rule_that_is_off_is_a_finding_with_its_gain() -> None:
+    losses = {0.5: 1.9, 1.0: 2.0, 2.0: 2.4}
+    finding = rule_finding("learning_rate_rule", "learning rate", losses, 0.6)
+    assert "1.9000 at 0.5x, 2.0000 at 1x, 2.4000 at 2x" in finding.message
+    assert "gains 5.0%" in finding.remedy
+    assert not rule_finding("x", "x", {0.5: 2.0, 1.0: 1.999, 2.0: 2.1}, 0.9).remedy
+
+
+def test_batches_leave_enough_steps() -> None:
+    tuned = Rule(batch_factor=16).apply(1e5, 1e6, 256)
+    assert tuned.steps >= 60
+    assert dataclasses.asdict(tuned)["warmup_steps"] == round(0.05 * tuned.steps)
