@@ -118,6 +118,7 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "layout-overhead": ("layout-overhead", "comparison", "time"),
     "layout-exposed": ("pipelines", "layout_trace", "time"),
     "pipelines": ("pipelines", "pipeline", "time"),
+    "pipelines-large": ("pipelines-large", "pipeline", "time"),
 }
 # Name of the picture: store that it is made of, and kind of plot.
 PICTURE_SOURCES = {
