@@ -1,5 +1,6 @@
 """Where the runs of a sweep are made: processes, Slurm's nodes, Ray's workers; and their deaths."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -80,8 +81,9 @@ def test_runs_end_well_badly_or_not_at_all(tmp_path: pathlib.Path) -> None:
     def kill() -> None:
         until(lambda: _last_step(killed) >= 3)
         for pid in children_of(me):
-            if killed.config in pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError):  # Others end meanwhile.
+                if killed.config in pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                    os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
