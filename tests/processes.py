@@ -1,6 +1,10 @@
 """Looking at the processes that a test has started."""
 
 import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
 
 def children_of(pid: int) -> list[int]:
@@ -27,3 +31,24 @@ def is_running(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def until(happens: Callable[[], object], seconds: float = 150) -> None:
+    """Waits for something; it must happen within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+def paceline(
+    place: pathlib.Path, *arguments: str, timeout_s: float = 280
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command of Paceline in a directory, whatever comes of it."""
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

@@ -5,21 +5,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 
 from tests.processes import children_of
 
 
 def slurm_client(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def until(happens: Callable[[], object], seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.1)
 
 
 def lose_node(cluster: pathlib.Path, node: str, job: str) -> None:

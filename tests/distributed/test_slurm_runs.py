@@ -15,8 +15,9 @@ from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
 from paceline.training.audit import audit_run
 from paceline.training.config import RunConfig
 from paceline.training.toml_config import encode_config
-from tests.distributed.slurm_cluster import lose_node, slurm_client, until
+from tests.distributed.slurm_cluster import lose_node, slurm_client
 from tests.distributed.small_runs import changed, small_run
+from tests.processes import until
 
 pytestmark = [
     pytest.mark.slow,

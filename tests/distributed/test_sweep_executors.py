@@ -19,9 +19,9 @@ from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.executors import Executor
 from paceline.workflows.sweep.executors.local import LocalExecutor
 from paceline.workflows.sweep.task import RunTask, has_ended
-from tests.distributed.slurm_cluster import lose_node, slurm_client, until
+from tests.distributed.slurm_cluster import lose_node, slurm_client
 from tests.distributed.small_runs import changed, small_run
-from tests.processes import children_of
+from tests.processes import children_of, until
 
 _STEPS = 150
 

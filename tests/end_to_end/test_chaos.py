@@ -2,10 +2,11 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import paceline
 
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
@@ -14,28 +15,18 @@ _SMALL = (
 )
 
 
-def _paceline(place: pathlib.Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 @pytest.mark.slow
 def test_a_run_under_chaos_is_the_run_that_was_never_disturbed(tmp_path: pathlib.Path) -> None:
     (tmp_path / "text.txt").write_text("All this happened, more or less. " * 4_000)
-    prepared = _paceline(
+    prepared = paceline(
         tmp_path, "data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "tokens"
     )
     assert prepared.returncode == 0, prepared.stderr
-    (tmp_path / "run.toml").write_text(_paceline(tmp_path, "train", "init").stdout)
+    (tmp_path / "run.toml").write_text(paceline(tmp_path, "train", "init").stdout)
     train = ("train", "run.toml", "--ranks", "2", *_SMALL)
-    undisturbed = _paceline(tmp_path, *train, "--set", "out=reference")
+    undisturbed = paceline(tmp_path, *train, "--set", "out=reference")
     assert undisturbed.returncode == 0, undisturbed.stderr
-    result = _paceline(
+    result = paceline(
         tmp_path,
         *("lab", "chaos", "--run", "run", "--for", "40s", "--kill-every", "8s", "--every", "10s"),
         *("--stop", "1s", "--corrupt", "--seed", "7", "--reference", "reference", "--json"),
@@ -66,7 +57,7 @@ def test_a_command_that_does_not_come_back_is_lost(tmp_path: pathlib.Path) -> No
         '        print(f\'{{"kind":"step","step":{step}}}\', file=file, flush=True)\n'
         "        time.sleep(0.05)\n"
     )
-    result = _paceline(
+    result = paceline(
         tmp_path,
         *("lab", "chaos", "--run", "run", "--for", "10s", "--kill-every", "1s", "--json"),
         *("--", sys.executable, str(program)),

@@ -11,19 +11,9 @@ import pytest
 
 from paceline.scaling import read_sweep
 from paceline.training.audit import audit_run
-from tests.distributed.slurm_cluster import until
+from tests.processes import paceline, until
 
 _SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
-
-
-def _paceline(place: pathlib.Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +27,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for number in range(100):
         text = " ".join(chance.choices(words, weights, k=1500))
         (place / "corpus" / f"{number}.txt").write_text(text)
-    made = _paceline(
+    made = paceline(
         place,
         *("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens"),
         *("--heldout", "0.1"),
     )
     assert made.returncode == 0, made.stderr
-    (place / "base.toml").write_text(_paceline(place, "train", "init").stdout)
+    (place / "base.toml").write_text(paceline(place, "train", "init").stdout)
     return place
 
 
 def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
-    planned = _paceline(place, *_SWEEP, "--dry-run")
+    planned = paceline(place, *_SWEEP, "--dry-run")
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
     assert [run["purpose"] for run in runs[:5]] == ["check"] * 5
     assert not (place / "sweep").exists()
-    blind = _paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
+    blind = paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
     assert blind.returncode == 2
     assert "evaluation.sequences is 0" in blind.stderr
 
@@ -68,7 +58,7 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
     running.kill()
     running.wait()
     ended = {path.parent.name for path in (place / "sweep" / "runs").glob("*/ended.json")}
-    whole = _paceline(place, *_SWEEP)
+    whole = paceline(place, *_SWEEP, timeout_s=1500)
     assert whole.returncode == 0, whole.stderr
     rows = [json.loads(line) for line in whole.stdout.splitlines()][:-2]
     assert len(rows) >= 16
@@ -82,6 +72,6 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
         assert events.count('"name":"finished"') == 1
         if row["name"] in ended:
             assert events.count('"name":"started"') == 1
-    again = _paceline(place, *_SWEEP)
+    again = paceline(place, *_SWEEP)
     assert again.stdout == whole.stdout
     assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 5

@@ -177,12 +177,11 @@ class SweepCommand:
                 return runner.run(question, base)
 
     def _threads(self, state: "SweepState") -> int:
-        from paceline.workflows.sweep.executors.local import available_cores
-        from paceline.workflows.sweep.throughput import threads_of
+        from paceline.records.environment import threads_per_rank
 
         if self.executor != "local":
             return 1
-        return threads_of(available_cores(), self.ranks, self.at_once or state.at_once or 1)
+        return threads_per_rank(self.ranks * (self.at_once or state.at_once or 1))
 
     def _executor(self, directory: "SweepDirectory", state: "SweepState") -> "Executor":
         if self.executor == "slurm":
@@ -201,14 +200,11 @@ class SweepCommand:
         """Returns how many runs at a time are fastest here, measured once for a sweep."""
         import msgspec
 
-        from paceline.workflows.sweep.executors.local import available_cores
         from paceline.workflows.sweep.throughput import best_at_once
 
         if state.at_once is not None:
             return state.at_once
-        cores = available_cores()
-        middle = state.runs[0]
-        at_once = best_at_once(directory.base(), middle, self.ranks, cores)
-        say(f"{at_once} runs at a time, measured to be the fastest on {cores} cores")
+        at_once = best_at_once(directory.base(), state.runs[0], self.ranks)
+        say(f"runs at a time: {at_once}, measured to be the fastest here")
         directory.keep(msgspec.structs.replace(state, at_once=at_once))
         return at_once

@@ -30,7 +30,10 @@ _NUM_EXPLORED = 3
 _EXPLORING = (3.0, 5)
 """How far sizes reach from the best one, as a factor, and their number at a level."""
 _REFINING = (2.0, 4)
-COST_OF_LARGEST = _EXPLORING[1] * (1 / 16 + 1 / 8 + 1 / 4) + _REFINING[1] * (1 / 2 + 1)
+COST_OF_LARGEST = sum(
+    (_EXPLORING if level < _NUM_EXPLORED else _REFINING)[1] / 2 ** (_NUM_LEVELS - 1 - level)
+    for level in range(_NUM_LEVELS)
+)
 """FLOPs of all runs over those of one of the largest."""
 
 

@@ -1,6 +1,6 @@
 """A sweep on disk: what was planned, and one directory for each run.
 
-    sweep.json      the question, the rule, and every planned run; written before a run begins
+    sweep.json      the question and every planned run; written before a run begins
     base.toml       what all runs have in common: data, precision, parallelism
     runs/NAME/      run.toml, log.txt, and what `paceline train` writes
     runs.jsonl      a row for every run of the fit that has ended, for `paceline scaling fit`
@@ -12,20 +12,19 @@ their newest checkpoint.
 """
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Sequence
 
 import msgspec
 
 from paceline.core.errors import UsageError
+from paceline.data.storage.local import LocalStorage
 from paceline.records import Outcome, Record, RecordStore
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import ModelConfig, RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import encode_config, read_config
 from paceline.workflows.sweep.design import PlannedRun, Question
-from paceline.workflows.sweep.rules import Rule
 
 ROWS = "runs.jsonl"
 _CHECKS = "checks.jsonl"
@@ -44,15 +43,13 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: str | None = None
     """Why it has no loss; None where it has one."""
     time_s: float
-    """From its start to its end, in all attempts that ended by themselves."""
+    """Of the attempt that ended it."""
 
 
 class SweepState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was decided so far."""
 
     question: Question
-    rule: Rule | None = None
-    """Learning rate and batch of the fit's runs; None before the check has ended."""
     at_once: int | None = None
     """Runs at a time on this machine; None before it was measured."""
     runs: tuple[PlannedRun, ...] = ()
@@ -107,7 +104,6 @@ class SweepDirectory:
                     "directory with --out"
                 )
             return state
-        self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / _BASE, encode_config(_with_whole_paths(base)).encode())
         state = SweepState(question=question)
         self.keep(state)
@@ -136,20 +132,13 @@ class SweepDirectory:
     def write_config(self, run: PlannedRun) -> pathlib.Path:
         """Writes the config of a run, for the place where the sweep is now; returns its path."""
         directory = self.run_directory(run)
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / _RUN
         _write(path, encode_config(run_config(self.base(), run, directory.resolve())).encode())
         return path
 
     def ending(self, run: PlannedRun) -> Ending | None:
         """Returns how a run ended; None of one that has not."""
-        path = self.run_directory(run) / ENDED
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Ending)
-        except FileNotFoundError:
-            return None
-        except UNDECODABLE as error:
-            raise UsageError(f"{path}: not the ending of a run: {error}") from error
+        return read_ending(self.run_directory(run))
 
     def open_runs(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Returns the runs that have not ended."""
@@ -240,6 +229,17 @@ def _with_whole_paths(base: RunConfig) -> RunConfig:
     return dataclasses.replace(base, data=dataclasses.replace(base.data, sources=sources))
 
 
+def read_ending(directory: pathlib.Path) -> Ending | None:
+    """Returns how the run of a directory ended; None of one that has not."""
+    path = directory / ENDED
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Ending)
+    except FileNotFoundError:
+        return None
+    except UNDECODABLE as error:
+        raise UsageError(f"{path}: not the ending of a run: {error}") from error
+
+
 def write_ending(directory: pathlib.Path, ending: Ending) -> None:
     """Says in a run's directory that it has ended."""
     _write(directory / ENDED, msgspec.json.encode(ending))
@@ -252,12 +252,7 @@ def _metric(record: Record | None, name: str) -> float | None:
 
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file that is there whole or not at all."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    LocalStorage(path.parent).write(path.name, content)
 
 
 def _difference(here: Question, asked: Question) -> str:

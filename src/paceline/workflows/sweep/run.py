@@ -68,8 +68,8 @@ class SweepRunner:
             self._plan(check_runs(question))
         self._make("check")
         findings, rule = judge_rule(self.directory.rows("check"))
-        if self.directory.state().rule is None:
-            self._plan(exploring_runs(question, rule), rule=rule)
+        if all(run.purpose == "check" for run in self.directory.state().runs):
+            self._plan(exploring_runs(question, rule))
         self._make("fit")
         if not self.directory.state().is_refined:
             rows = self.directory.rows("fit")
@@ -78,10 +78,11 @@ class SweepRunner:
         self._make("fit")
         return findings
 
-    def _plan(self, runs: Sequence[PlannedRun], **decided: object) -> None:
-        """Writes down runs, and what was decided with them, before the first of them begins."""
+    def _plan(self, runs: Sequence[PlannedRun], *, is_refined: bool = False) -> None:
+        """Writes runs down before the first of them begins."""
         state = self.directory.state()
-        self.directory.keep(msgspec.structs.replace(state, runs=(*state.runs, *runs), **decided))
+        runs = (*state.runs, *runs)
+        self.directory.keep(msgspec.structs.replace(state, runs=runs, is_refined=is_refined))
         self.on_change()
 
     def _make(self, purpose: str) -> None:

@@ -11,39 +11,34 @@ import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.records import RecordStore
+from paceline.records.environment import available_processors, threads_per_rank
 from paceline.training.config import RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.design import PlannedRun
-from paceline.workflows.sweep.directory import run_config
+from paceline.workflows.sweep.directory import read_ending, run_config
 from paceline.workflows.sweep.executors.local import LocalExecutor
 from paceline.workflows.sweep.task import RunTask
 
 _STEPS = 40
 
 
-def best_at_once(base: RunConfig, run: PlannedRun, ranks: int, cores: int) -> int:
+def best_at_once(base: RunConfig, run: PlannedRun, ranks: int) -> int:
     """Returns how many runs at a time train fastest: one with all cores, or one for each.
 
     Args:
         base: What all runs have in common.
         run: The run to measure with, whose first steps are made and thrown away.
         ranks: Ranks of a run.
-        cores: Cores of the machine.
     """
-    most = max(1, cores // ranks)
+    most = max(1, available_processors() // ranks)
     if most == 1:
         return 1
-    rates = {at_once: _runs_per_s(base, run, ranks, cores, at_once) for at_once in (1, most)}
+    rates = {at_once: _runs_per_s(base, run, ranks, at_once) for at_once in (1, most)}
     return max(rates, key=rates.__getitem__)
 
 
-def threads_of(cores: int, ranks: int, at_once: int) -> int:
-    """Returns the threads of a rank when so many runs share the cores."""
-    return max(1, cores // (ranks * at_once))
-
-
-def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, cores: int, at_once: int) -> float:
+def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, at_once: int) -> float:
     short = msgspec.structs.replace(run, steps=_STEPS, warmup_steps=1)
     with tempfile.TemporaryDirectory() as directory:
         tasks = []
@@ -58,7 +53,7 @@ def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, cores: int, at_onc
                     directory=str(place),
                     config=str(config),
                     ranks=ranks,
-                    threads=threads_of(cores, ranks, at_once),
+                    threads=threads_per_rank(ranks * at_once),
                 )
             )
         for _label in LocalExecutor(at_once).run(tasks):
@@ -67,11 +62,9 @@ def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, cores: int, at_onc
 
 
 def _step_time_s(directory: pathlib.Path) -> float:
-    path = directory / RECORD
-    if not path.exists():
-        log = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
-        raise PacelineError(
-            f"the first steps of a run failed: {log[-1] if log else 'nothing was printed'}"
-        )
-    (record,) = RecordStore(path).read()
+    ending = read_ending(directory)
+    if ending is None or ending.outcome != "ok":
+        reason = "killed" if ending is None else ending.reason
+        raise PacelineError(f"the first steps of a run failed: {reason}")
+    (record,) = RecordStore(directory / RECORD).read()
     return record.metrics["step_time_s"].value

@@ -1,7 +1,6 @@
 """Runs on this machine, several at a time, each in a process that ends with the sweep."""
 
 import collections
-import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -37,8 +36,3 @@ class LocalExecutor:
                 time.sleep(_POLL_S)
         finally:
             stop_runs(running)
-
-
-def available_cores() -> int:
-    """Returns the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
