@@ -34,15 +34,14 @@ def sweep_table(directory: SweepDirectory) -> Table:
 
 
 def plan_table(runs: Sequence[PlannedRun], times_s: Sequence[float | None]) -> Table:
-    """Returns runs before any is made, with their predicted times."""
-    cells = [
-        (*_size(run), _loss(run.expected_loss), _time(time_s))
-        for run, time_s in zip(runs, times_s, strict=True)
-    ]
+    """Returns runs before any is made, with their predicted times where these are known."""
+    has_times = None not in times_s
+    times = [(_time(time_s),) if has_times else () for time_s in times_s]
     return Table(
-        headers=(*_HEADERS[:6], "expected loss", "expected time"),
-        rows=tuple(cells),
+        headers=(*_HEADERS[:6], "expected time") if has_times else _HEADERS[:6],
+        rows=tuple((*_size(run), *time) for run, time in zip(runs, times, strict=True)),
         caption=f"{len(runs)} runs, {sum(run.flops for run in runs):.3g} FLOPs",
+        notes=() if has_times else ("times: --calibration names records of paceline calibrate",),
     )
 
 
