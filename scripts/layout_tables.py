@@ -36,6 +36,8 @@ class Study(NamedTuple):
     time_errors: list[float]
     """Of the plan's step time, uncorrected, relative."""
     memory_errors: list[float]
+    rounds: dict[tuple[Place, str], tuple[float, ...]]
+    """Step times by place and layout; the layouts of a place took their steps in turn."""
 
 
 class Choice(NamedTuple):
@@ -46,11 +48,8 @@ class Choice(NamedTuple):
     """Its layouts, predicted by what the cases of other places and models teach."""
     chosen: BacktestCase
     fastest: BacktestCase
-
-    @property
-    def regret(self) -> float:
-        """What the choice costs more than the fastest."""
-        return self.chosen.measured_s / self.fastest.measured_s - 1
+    regret: float
+    """What the choice costs more than the fastest, in the median of the rounds."""
 
 
 def read_study(records: Sequence[Record]) -> Study:
@@ -65,19 +64,25 @@ def read_study(records: Sequence[Record]) -> Study:
         cases=[_case(*pair) for pair in pairs],
         time_errors=[_error(*pair, STEP) for pair in pairs],
         memory_errors=[_error(*pair, PEAK) for pair in pairs],
+        rounds={
+            (_place(_case(*pair)), str(pair[0].case["layout"])): pair[0].metrics[STEP].samples or ()
+            for pair in pairs
+        },
     )
 
 
-def choices(cases: Sequence[BacktestCase]) -> list[Choice]:
+def choices(study: Study) -> list[Choice]:
     """Returns what the plan would have chosen at each place, without having seen it."""
-    found = []
+    cases, found = study.cases, []
     for place in dict.fromkeys(_place(case) for case in cases):
         here = [case for case in cases if _place(case) == place]
         others = [case for case in cases if _place(case) != place]
         held_out = predict_others(here, others, LAYOUT_TERMS)
         chosen = min(held_out, key=lambda each: each.predicted.value).case
         fastest = min(here, key=lambda case: case.measured_s)
-        found.append(Choice(place, held_out, chosen, fastest))
+        own, least = (study.rounds[place, case.labels["layout"]] for case in (chosen, fastest))
+        regret = statistics.median(a / b for a, b in zip(own, least, strict=True)) - 1
+        found.append(Choice(place, held_out, chosen, fastest, regret))
     return found
 
 
@@ -91,7 +96,7 @@ def layouts_table(records: Sequence[Record]) -> Table:
     for case, error in zip(study.cases, study.memory_errors, strict=True):
         memory.setdefault(_place(case), []).append(abs(error))
     rows = []
-    for choice in choices(study.cases):
+    for choice in choices(study):
         model, link = choice.place
         errors = [abs(each.error) for each in by_place[choice.place]]
         rows.append(
