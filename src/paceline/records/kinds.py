@@ -152,6 +152,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         _DATA_PARALLEL,
         ("layout", "steps", "batch_size", "learning_rate", "schedule", "seed"),
     ),
+    # One quantity of a run that was predicted and measured, for later predictions.
+    "forecast": (("quantity", "run", "parameters", "world_size", "threads", "hardware"), ()),
     # Reading training data, beside another way to do it where there is a baseline.
     "data_loader": (
         ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),

@@ -1,10 +1,11 @@
 """The buildable model nearest to a number of parameters, and what training it takes.
 
-Widths are 32 and multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can
-be divided among devices; the feed-forward layer is 8/3 as wide as the model, in multiples of 64 or
-128, so that matrices fill the tiles of a GPU. Among shapes within a few per cent of N, the one
-whose ratio of width to depth is nearest to that of published models is taken: near the optimum the
-loss hardly feels it.
+Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
+divided among devices; below 128, for models of a sweep on a laptop, they are multiples of 32. The
+feed-forward layer is 8/3 as wide as the model, in multiples of 32, 64 or 128, so that matrices fill
+the tiles of a GPU. A model has two layers at least: with one, attention cannot look up what follows
+what. Among shapes within a few per cent of N, the one whose ratio of width to depth is nearest to
+that of published models is taken: near the optimum the loss hardly feels it.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 
+_NARROW = 128
 _WIDE = 1024
 _VERY_WIDE = 4096
 # Width over depth of published models grows slowly: 64 for GPT-2 small, about 100 for Llama's 7B,
@@ -23,6 +25,7 @@ _ASPECT_AT_BILLION = 85.0
 _ASPECT_EXPONENT = 0.085
 _SIZE_WEIGHT = 8.0
 _MAX_WIDTH = 65_536
+_LEAST_LAYERS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,21 +50,22 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
     aspect = _ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT
     best: tuple[float, ModelShape] | None = None
     for width in _widths():
-        tile = 64 if width < _WIDE else 128
+        tile = 32 if width < _NARROW else 64 if width < _WIDE else 128
         shape = ModelShape(
             vocab_size=vocab_size,
             d_model=width,
             d_ff=max(tile, round(8 / 3 * width / tile) * tile),
-            num_layers=1,
-            num_heads=max(1, width // tile),
+            num_layers=_LEAST_LAYERS,
+            num_heads=width // tile,
             max_context_length=context_length,
         )
-        one = count_parameters(shape).total
-        per_layer = count_parameters(dataclasses.replace(shape, num_layers=2)).total - one
-        if one > 2 * parameters:
+        least = count_parameters(shape).total
+        deeper = dataclasses.replace(shape, num_layers=_LEAST_LAYERS + 1)
+        per_layer = count_parameters(deeper).total - least
+        if least > 2 * parameters:
             break
-        num_layers = max(1, round((parameters - one) / per_layer) + 1)
-        total = one + (num_layers - 1) * per_layer
+        more = max(0, round((parameters - least) / per_layer))
+        num_layers, total = _LEAST_LAYERS + more, least + more * per_layer
         misfit = _SIZE_WEIGHT * abs(math.log(total / parameters)) + abs(
             math.log(width / num_layers / aspect)
         )
@@ -103,4 +107,5 @@ def suggested_learning_rate(parameters: float, tokens: float) -> float:
 
 def _widths() -> list[int]:
     wide = range(_WIDE, _VERY_WIDE, 256)
-    return [32, *range(64, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]
+    narrow = range(32, _NARROW, 32)
+    return [*narrow, *range(_NARROW, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]

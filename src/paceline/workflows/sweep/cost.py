@@ -19,7 +19,7 @@ def expected_time_s(run: PlannedRun, rows: Sequence[RunRow]) -> float | None:
         return None
     flops = np.array([row.flops for row in ended])
     seconds = np.array([row.time_s for row in ended])
-    distance = np.log([row.parameters / run.parameters for row in ended])
+    distance = np.log([row.num_parameters / run.parameters for row in ended])
     weights = 1 / (1 + distance**2)
     columns = np.stack([np.ones_like(flops), flops / flops.max()])
     # Relative errors count: a run of seconds is not to be missed by those of minutes.

@@ -21,7 +21,8 @@ from paceline.scaling.allocation.model_shapes import nearest_shape
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.runs.sweep import Sweep
-from paceline.workflows.sweep.rules import VARIED, Rule
+from paceline.scaling.surface import compute_for
+from paceline.workflows.sweep.rules import VARIED_BATCHES, VARIED_RATES, Rule
 
 _NUM_LEVELS = 5
 """Levels of FLOPs, each half of the one above it."""
@@ -30,6 +31,11 @@ _NUM_EXPLORED = 3
 _EXPLORING = (3.0, 5)
 """How far sizes reach from the best one, as a factor, and their number at a level."""
 _REFINING = (2.0, 4)
+_MORE_SIZES = 3
+"""Larger models that may take the place of smaller ones."""
+_TRIES = 4
+_NEAR = math.log(1.5)
+"""A model whose size is off by more is another one."""
 COST_OF_LARGEST = sum(
     (_EXPLORING if level < _NUM_EXPLORED else _REFINING)[1] / 2 ** (_NUM_LEVELS - 1 - level)
     for level in range(_NUM_LEVELS)
@@ -65,7 +71,7 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Unique in a sweep; the name of its directory."""
     purpose: str
-    """fit, or check where it varies the rule."""
+    """fit; check where it varies the rule; final for the model that a fit has chosen."""
     shape: ModelShape
     steps: int
     batch_size: int
@@ -85,21 +91,26 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     expected_loss: Estimate | None = None
     """Loss that the runs before it let expect; None of the first ones."""
 
+    @property
+    def fitted_parameters(self) -> float:
+        """N of the fit: what 6ND counts as the exact FLOPs."""
+        return self.flops / float(compute_for(1.0, self.tokens))
+
 
 def check_runs(question: Question) -> list[PlannedRun]:
     """Returns one small run and its variations in learning rate and batch."""
     flops = question.levels[1]
     best = float(learn_from(None).surface.optimal_parameters(flops))
-    shape = _shape(question, best)
+    shape = find_shape(question, best)
     if shape is None:
         raise UsageError(
             f"the smallest model with a vocabulary of {question.vocab_size} is too large for runs "
             f"of {flops:.3g} FLOPs; give a larger --target"
         )
-    rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED)]
-    rules += [Rule().varied(batch=factor) for factor in VARIED]
+    rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED_RATES)]
+    rules += [Rule().varied(batch=factor) for factor in VARIED_BATCHES]
     return [
-        _planned(question, f"check-{number:02d}", "check", shape, flops, rule)
+        planned_run(question, f"check-{number:02d}", "check", shape, flops, rule)
         for number, rule in enumerate(rules, start=1)
     ]
 
@@ -126,7 +137,7 @@ def refining_runs(
     belief = learn_from(known)
     runs = _runs(question, belief, rule, question.levels[_NUM_EXPLORED:], _REFINING)
     expected = [
-        msgspec.structs.replace(run, expected_loss=belief.loss(run.parameters, run.tokens))
+        msgspec.structs.replace(run, expected_loss=belief.loss(run.fitted_parameters, run.tokens))
         for run in runs
     ]
     return _named(expected, num_before)
@@ -146,17 +157,24 @@ def _runs(
     levels: Sequence[float],
     sizes: tuple[float, int],
 ) -> list[PlannedRun]:
-    """Returns runs of distinct models at every level, small ones first."""
+    """Returns runs of distinct models at every level, small ones first.
+
+    Where small models cannot be built, or would see the text too often, larger ones take their
+    place.
+    """
     reach, number = sizes
+    step = reach ** (2 / (number - 1))
     found: list[PlannedRun] = []
     for flops in levels:
         best = float(belief.surface.optimal_parameters(flops))
         here: dict[int, PlannedRun] = {}
-        for size in best * np.geomspace(1 / reach, reach, number):
-            shape = _shape(question, float(size))
+        for size in best / reach * step ** np.arange(number + _MORE_SIZES):
+            if len(here) == number:
+                break
+            shape = find_shape(question, float(size))
             if shape is None:
                 continue
-            run = _planned(question, "", "fit", shape, flops, rule)
+            run = planned_run(question, "", "fit", shape, flops, rule)
             if question.most_tokens is None or run.tokens <= question.most_tokens:
                 here[run.parameters] = run
         found += here.values()
@@ -168,21 +186,32 @@ def _runs(
     return found
 
 
-def _shape(question: Question, parameters: float) -> ModelShape | None:
-    """Returns the buildable model nearest to a size, if there is one near it."""
-    try:
-        shape = nearest_shape(
-            parameters, vocab_size=question.vocab_size, context_length=question.context_length
-        )
-    except UsageError:
-        return None
-    total = count_parameters(shape).total
-    return shape if abs(math.log(total / parameters)) < math.log(1.5) else None
+def find_shape(question: Question, parameters: float) -> ModelShape | None:
+    """Returns the buildable model nearest to an N of the fit, if there is one near it.
+
+    That N is a sixth of the FLOPs per token: embeddings are not in it, attention is.
+    """
+    wanted = parameters
+    for _ in range(_TRIES):
+        try:
+            shape = nearest_shape(
+                wanted, vocab_size=question.vocab_size, context_length=question.context_length
+            )
+        except UsageError:
+            return None
+        found = _fitted_parameters(shape, question.context_length)
+        wanted = parameters * count_parameters(shape).total / found
+    return shape if abs(math.log(found / parameters)) < _NEAR else None
 
 
-def _planned(
+def _fitted_parameters(shape: ModelShape, context_length: int) -> float:
+    return flops_per_token(shape, context_length).model / float(compute_for(1.0, 1.0))
+
+
+def planned_run(
     question: Question, name: str, purpose: str, shape: ModelShape, flops: float, rule: Rule
 ) -> PlannedRun:
+    """Returns the run that spends so many FLOPs on a model, in whole steps."""
     per_token = flops_per_token(shape, question.context_length).model
     parameters = count_parameters(shape).total
     tuned = rule.apply(parameters, flops / per_token, question.context_length)

@@ -62,7 +62,10 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has ended, as `paceline scaling fit` reads it."""
 
     name: str
-    parameters: int
+    parameters: float
+    """N of the fit: a sixth of the FLOPs per token, so that 6ND are the exact FLOPs of the run."""
+    num_parameters: int
+    """Of the model, embeddings included."""
     tokens: int
     flops: float
     learning_rate: float
@@ -163,7 +166,8 @@ class SweepDirectory:
         expected = run.expected_loss
         return RunRow(
             name=run.name,
-            parameters=run.parameters,
+            parameters=run.fitted_parameters,
+            num_parameters=run.parameters,
             tokens=run.tokens,
             flops=run.flops,
             learning_rate=run.learning_rate,

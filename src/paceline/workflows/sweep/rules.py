@@ -18,10 +18,13 @@ _WARMUP = 0.05
 """Part of a run in which the learning rate rises."""
 _FEWEST_STEPS = 64
 """With fewer, a run is all warm-up and decay."""
-VARIED = (0.5, 2.0)
-"""Factors by which the check varies learning rate and batch."""
-_FARTHEST = 4.0
-"""A parabola through three points tells little farther away than this factor."""
+VARIED_RATES = (0.25, 0.5, 2.0)
+"""Factors by which the check varies the learning rate; of small models the law's is too high."""
+VARIED_BATCHES = (0.5, 2.0)
+"""Factors by which the check varies the batch."""
+_POINTS = 3
+_FARTHER = 2.0
+"""A parabola through three points tells little farther beyond them than this factor."""
 _WORTH_SAYING = 0.005
 """Relative gain in loss from which a finding asks for a change."""
 
@@ -73,18 +76,20 @@ class Rule:
 def best_factor(losses: Mapping[float, float]) -> float:
     """Returns where the loss is lowest, from losses at three factors or more.
 
-    A parabola through the logarithms, as far as the runs can tell: never farther out than twice
-    the farthest factor. Where the losses have no minimum, the factor of the lowest one.
+    A parabola through the lowest one and those next to it, in the logarithm of the factor; never
+    farther out than the runs can tell. Where it has no minimum, the factor of the lowest loss.
     """
     factors = sorted(losses)
     lowest = min(factors, key=losses.__getitem__)
-    if len(factors) < 3:
+    if len(factors) < _POINTS:
         return lowest
-    curve, slope, _ = np.polyfit([math.log(f) for f in factors], [losses[f] for f in factors], 2)
+    first = min(max(factors.index(lowest) - 1, 0), len(factors) - _POINTS)
+    near = factors[first : first + _POINTS]
+    curve, slope, _ = np.polyfit([math.log(f) for f in near], [losses[f] for f in near], 2)
     if curve <= 0:
         return lowest
     best = math.exp(float(-slope / (2 * curve)))
-    return min(max(best, 1 / _FARTHEST), _FARTHEST)
+    return min(max(best, near[0] / _FARTHER), near[-1] * _FARTHER)
 
 
 def rule_finding(name: str, what: str, losses: Mapping[float, float], factor: float) -> Finding:

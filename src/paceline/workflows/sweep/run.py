@@ -93,6 +93,8 @@ class SweepRunner:
             if not missing:
                 break
             executor = self.make_executor(self.directory.state())
+            # The longest first, so that no core waits long for the last one.
+            missing.sort(key=lambda run: -run.flops)
             for _label in executor.run(self._tasks(missing)):
                 self.directory.write_rows()
                 self.on_change()

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from paceline.accounting.flops import flops_per_token
 from paceline.accounting.parameters import count_parameters
 from paceline.data.loader.config import SourceConfig
 from paceline.records import Metric, Record, RecordStore, capture_environment
@@ -51,10 +52,12 @@ class FakeExecutor:
 
 
 def _finish(directory: pathlib.Path, config: RunConfig) -> None:
-    parameters = count_parameters(config.model.shape).total
+    shape = config.model.shape
+    parameters = count_parameters(shape).total
     tokens = config.training.steps * config.tokens_per_step
     factor = config.optimizer.learning_rate / suggested_learning_rate(parameters, tokens)
-    loss = float(SURFACE.loss(parameters, tokens)) * (1 + 0.01 * (factor - 0.5) ** 2)
+    fitted = flops_per_token(shape, config.data.context_length).model / 6
+    loss = float(SURFACE.loss(fitted, tokens)) * (1 + 0.01 * (factor - 0.5) ** 2)
     RecordStore(directory / RECORD).append(
         Record(
             kind="construction",

@@ -79,8 +79,8 @@ def test_the_check_varies_one_thing_at_a_time() -> None:
         assert len(differs) == 1
         assert run.shape == rule.shape
         assert run.tokens == pytest.approx(rule.tokens, rel=0.01)
-    assert others[0].learning_rate == pytest.approx(rule.learning_rate / 2)
-    assert others[2].batch_size * 2 == rule.batch_size
+    assert others[0].learning_rate == pytest.approx(rule.learning_rate / 4)
+    assert others[3].batch_size * 2 == rule.batch_size
 
 
 def test_a_check_that_no_model_is_small_enough_for() -> None:
@@ -98,6 +98,7 @@ def test_the_best_factor_of_a_parabola_is_found(best: float) -> None:
 def test_factors_stay_near_what_was_tried() -> None:
     assert best_factor({0.5: 3.0, 1.0: 2.0, 2.0: 1.01}) <= 4
     assert best_factor({0.5: 1.0, 1.0: 3.0, 2.0: 2.0}) == 0.5
+    assert best_factor({0.25: 1.01, 0.5: 2.0, 1.0: 3.0}) >= 0.125
     assert best_factor({1.0: 3.0, 2.0: 2.0}) == 2.0
 
 
@@ -113,3 +114,8 @@ def test_batches_leave_enough_steps() -> None:
     tuned = Rule(batch_factor=16).apply(1e5, 1e6, 256)
     assert tuned.steps >= 60
     assert dataclasses.asdict(tuned)["warmup_steps"] == round(0.05 * tuned.steps)
+
+
+def test_a_factor_far_from_the_lowest_loss_has_no_say() -> None:
+    losses = {factor: 2 + 0.1 * math.log(factor / 0.4) ** 2 for factor in (0.25, 0.5, 1.0)}
+    assert best_factor(losses | {2.0: 50.0}) == pytest.approx(0.4)

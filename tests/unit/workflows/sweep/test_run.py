@@ -31,7 +31,7 @@ def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor()
     runner = _runner(tmp_path, executor)
     rate, _batch = runner.run(QUESTION, BASE)
-    assert len(executor.made) == len(set(executor.made)) >= 16 + 5
+    assert len(executor.made) == len(set(executor.made)) >= 16 + 6
     # The rule's learning rate is twice the best one, and the other runs know it.
     assert rate.figures["factor"] == pytest.approx(0.5, rel=0.3)
     found = fit(read_sweep(tmp_path / ROWS), num_draws=50)
