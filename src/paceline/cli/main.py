@@ -19,6 +19,7 @@ from paceline.cli import (
     data,
     environment,
     generate,
+    loop,
     profile,
     report,
     scaling,
@@ -43,6 +44,7 @@ Verb = (
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
     | Annotated[sweep.SweepCommand, tyro.conf.subcommand("sweep")]
+    | Annotated[loop.LoopCommand, tyro.conf.subcommand("loop")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]

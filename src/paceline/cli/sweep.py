@@ -81,13 +81,10 @@ class SweepCommand:
         """Makes the sweep, or says what it would be."""
         from paceline.training.toml_config import read_config
         from paceline.workflows.sweep.directory import ROWS, SweepDirectory
+        from paceline.workflows.sweep.question import require_evaluation
 
         base = read_config(self.config, self.set)
-        if not base.evaluation.sequences:
-            raise UsageError(
-                "evaluation.sequences is 0, and a sweep compares held-out losses; set it to 64 or "
-                "more"
-            )
+        require_evaluation(base)
         question = self._question(base)
         if self.dry_run:
             return self._print_plan(question, base)
@@ -107,18 +104,15 @@ class SweepCommand:
         return 0
 
     def _question(self, base: "RunConfig") -> "Question":
-        from paceline.data.format.manifest import read_manifest
-        from paceline.data.storage import open_storage
         from paceline.workflows.sweep.design import COST_OF_LARGEST, Question
+        from paceline.workflows.sweep.question import training_tokens
 
-        manifests = [read_manifest(open_storage(source.place)) for source in base.data.sources]
-        text = sum(manifest.splits["train"].num_tokens for manifest in manifests)
         return Question(
             target=self.target,
             largest=min(_LARGEST * self.target, (self.budget or math.inf) / COST_OF_LARGEST),
             vocab_size=base.model.shape.vocab_size,
             context_length=base.data.context_length,
-            most_tokens=self.epochs * text,
+            most_tokens=self.epochs * training_tokens(base),
             seed=self.seed,
         )
 
@@ -193,18 +187,6 @@ class SweepCommand:
 
             return RayExecutor(self.ray_address, self.at_once)
         from paceline.workflows.sweep.executors.local import LocalExecutor
+        from paceline.workflows.sweep.throughput import measured_at_once
 
-        return LocalExecutor(self.at_once or self._measured_at_once(directory, state))
-
-    def _measured_at_once(self, directory: "SweepDirectory", state: "SweepState") -> int:
-        """Returns how many runs at a time are fastest here, measured once for a sweep."""
-        import msgspec
-
-        from paceline.workflows.sweep.throughput import best_at_once
-
-        if state.at_once is not None:
-            return state.at_once
-        at_once = best_at_once(directory.base(), state.runs[0], self.ranks)
-        say(f"runs at a time: {at_once}, measured to be the fastest here")
-        directory.keep(msgspec.structs.replace(state, at_once=at_once))
-        return at_once
+        return LocalExecutor(self.at_once or measured_at_once(directory, state, self.ranks, say))

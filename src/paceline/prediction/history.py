@@ -7,6 +7,7 @@ as wide as nine in ten of those were off.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -132,18 +133,22 @@ def corrected(
     ]
     if len(known) < _FEWEST:
         return Estimate(value=formula)
-    formulas, measured, sizes = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
+    formulas, measured, sizes = (
+        np.array(column, dtype=np.float64) for column in zip(*known, strict=True)
+    )
     weights = 1 / (1 + np.log2(sizes / parameters) ** 2)
     if quantity == "memory_bytes":
         # What a process holds beside its tensors does not grow with them.
-        value = formula + _quantile(measured - formulas, weights, 0.5)
-        fitted = formulas + (value - formula)
-    else:
-        factor = float(np.exp(_quantile(np.log(measured / formulas), weights, 0.5)))
-        value, fitted = formula * factor, formulas * factor
-    spread = _quantile(np.abs(np.log(measured / fitted)), weights, _LEVEL)
-    width = float(np.exp(max(spread, _LEAST_SPREAD)))
-    return Estimate(value=value, low=value / width, high=value * width)
+        beside = _quantile(measured - formulas, weights, 0.5)
+        value = max(formula + beside, 0.0)
+        spread = _quantile(np.abs(measured - formulas - beside), weights, _LEVEL)
+        spread = max(spread, _LEAST_SPREAD * value)
+        return Estimate(value=value, low=max(value - spread, 0.0), high=value + spread)
+    logarithms = np.log(measured / formulas)
+    factor = _quantile(logarithms, weights, 0.5)
+    spread = max(_quantile(np.abs(logarithms - factor), weights, _LEVEL), _LEAST_SPREAD)
+    value = formula * math.exp(factor)
+    return Estimate(value=value, low=value * math.exp(-spread), high=value * math.exp(spread))
 
 
 def coverage(history: Iterable[HistoryEntry]) -> list[Coverage]:

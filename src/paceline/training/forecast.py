@@ -52,14 +52,15 @@ class Forecast:
 
 
 def forecast(
-    config: RunConfig, world_size: int, calibration: pathlib.Path | None = None
+    config: RunConfig, world_size: int, calibration: pathlib.Path | None = None, *, at_once: int = 1
 ) -> Forecast:
     """Predicts a run.
 
     Args:
         config: The run.
         world_size: How many ranks there will be.
-        calibration: Records of ``paceline calibrate`` for as many ranks.
+        calibration: Records of ``paceline calibrate`` for as many ranks as compute at a time.
+        at_once: How many such runs share the machine.
     """
     shape = config.model.shape
     strategy = config.parallel.strategy_on(world_size)
@@ -78,7 +79,8 @@ def forecast(
             activation_checkpointing=config.model.activation_checkpointing,
             bucket_size_mb=config.parallel.bucket_size_mb,
         )["before_step"]
-        step_time_s = _step_time_s(config, batch, strategy, world_size, passes, calibration)
+        ranks = world_size * at_once
+        step_time_s = _step_time_s(config, batch, strategy, ranks, passes, calibration)
     tokens = config.tokens_per_step * config.training.steps
     per_token = flops_per_token(
         shape,
@@ -129,7 +131,7 @@ def _step_time_s(
     config: RunConfig,
     batch: BatchShape,
     strategy: StrategyName,
-    world_size: int,
+    num_ranks: int,
     passes: int,
     calibration: pathlib.Path | None,
 ) -> float | None:
@@ -138,11 +140,11 @@ def _step_time_s(
     places = [
         place
         for place in calibrations(RecordStore(calibration).read())
-        if place.world_size == world_size
+        if place.world_size == num_ranks
     ]
     if not places:
         raise UsageError(
-            f"{calibration}: no calibration for {world_size} ranks in it; run paceline calibrate "
+            f"{calibration}: no calibration for {num_ranks} ranks in it; run paceline calibrate "
             "where the run will be"
         )
     bucket_size = config.parallel.bucket_size_for(strategy)

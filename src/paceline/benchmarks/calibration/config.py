@@ -96,3 +96,15 @@ class CalibrationSweep(RankSweep):
             for shape, batch in batches
         ]
         return ComputeShapes(tuple(dict.fromkeys(linears)), tuple(dict.fromkeys(attentions)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeCalibration(CalibrationSweep):
+    """The same of models that have no preset."""
+
+    models: tuple[tuple[ModelShape, BatchShape], ...]
+    """Each with the batch of a rank."""
+
+    def batches(self) -> Iterator[tuple[ModelShape, BatchShape]]:
+        """Yields every model with its batch."""
+        yield from self.models

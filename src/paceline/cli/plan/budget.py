@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from paceline.planner.search.budget import Budget
 
 _TOKENS_PER_PARAMETER = 20
-_VOCAB_SIZE = 128_256
 _CONTEXT = 8192
-_LAYER_MULTIPLE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,16 +65,11 @@ class BudgetCommand:
     def _shape(self, flops: float) -> ModelShape:
         if self.model is not None:
             return model_preset(self.model)
-        from paceline.scaling.allocation.model_shapes import nearest_shape
+        from paceline.scaling.allocation.model_shapes import cluster_shape
 
         # Hoffmann et al. 2022: C = 6 N D with D = 20 N.
         parameters = math.sqrt(flops / (6 * _TOKENS_PER_PARAMETER))
-        context = self.cluster.context or _CONTEXT
-        shape = nearest_shape(parameters, vocab_size=_VOCAB_SIZE, context_length=context)
-        # Layers that pipelines divide, and as few key-value heads as Llama 3.
-        layers = max(1, round(shape.num_layers / _LAYER_MULTIPLE)) * _LAYER_MULTIPLE
-        heads = math.gcd(8, shape.num_heads)
-        return dataclasses.replace(shape, num_layers=layers, num_kv_heads=heads)
+        return cluster_shape(parameters, self.cluster.context or _CONTEXT)
 
     def _model_text(self, shape: ModelShape) -> str:
         from paceline.accounting.parameters import count_parameters

@@ -26,6 +26,8 @@ _ASPECT_EXPONENT = 0.085
 _SIZE_WEIGHT = 8.0
 _MAX_WIDTH = 65_536
 _LEAST_LAYERS = 2
+_CLUSTER_VOCABULARY = 128_256
+_LAYER_MULTIPLE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,21 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
             f"{vocab_size}; use a smaller vocabulary"
         )
     return best[1]
+
+
+def cluster_shape(parameters: float, context_length: int) -> ModelShape:
+    """Returns such a shape for a cluster, with the vocabulary of Llama 3.
+
+    Pipelines divide its layers by four, and it has as few key-value heads as Llama 3.
+    """
+    shape = nearest_shape(parameters, vocab_size=_CLUSTER_VOCABULARY, context_length=context_length)
+    grouped = dataclasses.replace(shape, num_kv_heads=math.gcd(8, shape.num_heads))
+    total = count_parameters(grouped).total
+    more = count_parameters(dataclasses.replace(grouped, num_layers=shape.num_layers + 1)).total
+    # Grouped queries make a layer smaller, so that there are more of them.
+    layers = shape.num_layers + (parameters - total) / (more - total)
+    layers = max(1, round(layers / _LAYER_MULTIPLE)) * _LAYER_MULTIPLE
+    return dataclasses.replace(grouped, num_layers=layers)
 
 
 def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRun:

@@ -67,6 +67,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     """Of the model, embeddings included."""
     tokens: int
+    num_steps: int
     flops: float
     learning_rate: float
     batch_tokens: int
@@ -169,6 +170,7 @@ class SweepDirectory:
             parameters=run.fitted_parameters,
             num_parameters=run.parameters,
             tokens=run.tokens,
+            num_steps=run.steps,
             flops=run.flops,
             learning_rate=run.learning_rate,
             batch_tokens=run.tokens // run.steps,

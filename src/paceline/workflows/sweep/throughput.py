@@ -6,6 +6,7 @@ rather than guessed, on a few steps of a run that the sweep will make.
 
 import pathlib
 import tempfile
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,11 +17,23 @@ from paceline.training.config import RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.design import PlannedRun
-from paceline.workflows.sweep.directory import read_ending, run_config
+from paceline.workflows.sweep.directory import SweepDirectory, SweepState, read_ending, run_config
 from paceline.workflows.sweep.executors.local import LocalExecutor
 from paceline.workflows.sweep.task import RunTask
 
 _STEPS = 40
+
+
+def measured_at_once(
+    directory: SweepDirectory, state: SweepState, ranks: int, say: Callable[[str], None]
+) -> int:
+    """Returns how many runs at a time are fastest here, measured once for a sweep."""
+    if state.at_once is not None:
+        return state.at_once
+    at_once = best_at_once(directory.base(), state.runs[0], ranks)
+    say(f"runs at a time: {at_once}, measured to be the fastest here")
+    directory.keep(msgspec.structs.replace(state, at_once=at_once))
+    return at_once
 
 
 def best_at_once(base: RunConfig, run: PlannedRun, ranks: int) -> int:

@@ -1,0 +1,257 @@
+"""``paceline loop``: a budget of FLOPs becomes a trained model, beside what was predicted."""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.cli.output import Flat, OutputOptions, print_json, say, stderr_console, stdout_console
+from paceline.cli.plan.search_options import ClusterOptions
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.units import parse_seconds
+
+if TYPE_CHECKING:
+    from paceline.planner.search.question import SearchQuestion
+    from paceline.training.config import RunConfig
+    from paceline.workflows.loop.directory import LoopDirectory, LoopQuestion, Outcome
+    from paceline.workflows.sweep.directory import SweepDirectory, SweepState
+    from paceline.workflows.sweep.executors import Executor
+    from paceline.workflows.sweep.run import SweepRunner
+
+_CONTEXT = 8192
+_CALIBRATION_S = 20.0
+_BY_LAW = "law"
+"""The default of --batch-tokens: what Step Law advises for the tokens of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopCommand:
+    """Turn a budget of FLOPs into a trained model: sweep, fit, choose, plan, train, compare.
+
+    On this machine with a run.toml that names the text; with --devices and --dry-run on paper, for
+    a cluster. Interrupt it at any moment; the same command goes on.
+    """
+
+    config: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")] = (
+        pathlib.Path("run.toml")
+    )
+    """What all runs have in common, as for paceline train: data, context, precision. Model, steps,
+    batch and learning rate are the loop's."""
+    budget: float
+    """FLOPs of the model that is trained in the end."""
+    deadline: str | None = None
+    """Time for all of it, such as 60min or 24h; a budget that does not fit is refused."""
+    out: pathlib.Path = pathlib.Path("loop")
+    """Directory of the loop; loop.html in it is the page to look at."""
+    exploration: float = 0.5
+    """FLOPs of the sweep as a share of the budget; with 1, the final run has 8 times the FLOPs of
+    the largest small one, with 0.5 it has 16 times."""
+    epochs: float = 4.0
+    """How often a run may see the training text, at most."""
+    seed: int = 0
+    """Seed of initial weights and the order of the data."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Changes to the config, such as evaluation.sequences=128."""
+    at_once: int | None = None
+    """Runs of the sweep at a time; unless given, one or as many as there are cores, whichever was
+    measured to train more tokens per second."""
+    dry_run: bool = False
+    """Print what would be done, what it costs and how sure that is, and stop."""
+    devices: int | None = None
+    """With --dry-run: plan for so many devices of a cluster, of the kind of --device."""
+    cluster: Flat[ClusterOptions] = dataclasses.field(
+        default_factory=lambda: ClusterOptions(batch_tokens=_BY_LAW)
+    )
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        numbers = {"--budget": self.budget, "--exploration": self.exploration}
+        for flag, value in (numbers | {"--epochs": self.epochs}).items():
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+        if self.at_once is not None and self.at_once < 1:
+            raise UsageError("--at-once must be at least 1")
+        if self.devices is not None and self.devices < 1:
+            raise UsageError("--devices must be at least 1")
+        if self.devices is not None and not self.dry_run:
+            raise UsageError(
+                "--devices plans for a cluster, which --dry-run prints; to run there, sweep with "
+                "paceline sweep --executor slurm, then paceline scaling fit and plan search"
+            )
+
+    @property
+    def _deadline_s(self) -> float | None:
+        return None if self.deadline is None else parse_seconds(self.deadline, "deadline")
+
+    def run(self) -> int:
+        """Goes round the loop, or says what it would do."""
+        if self.devices is not None:
+            return self._plan_on_cluster(self.devices)
+        from paceline.training.toml_config import read_config
+        from paceline.workflows.loop.directory import PAGE, LoopDirectory
+        from paceline.workflows.sweep.question import require_evaluation
+
+        base = read_config(self.config, self.set)
+        require_evaluation(base)
+        question = self._question(base)
+        if self.dry_run:
+            return self._plan_here(question)
+        directory = LoopDirectory(self.out)
+        outcome = self._go_round(directory, question, base)
+        self._write_page(directory)
+        if self.output.json:
+            for entry in outcome.entries:
+                print_json(entry)
+        else:
+            from paceline.reports.tables.forecasts import outcome_table
+
+            caption = f"{self.budget:.3g} FLOPs: what was predicted, and what was measured"
+            stdout_console().print(outcome_table(outcome.entries, caption))
+        say(f"page: {self.out / PAGE}")
+        return 0
+
+    def _question(self, base: "RunConfig") -> "LoopQuestion":
+        from paceline.workflows.loop.directory import LoopQuestion
+        from paceline.workflows.sweep.question import training_tokens
+
+        return LoopQuestion(
+            budget=self.budget,
+            exploration=self.exploration,
+            vocab_size=base.model.shape.vocab_size,
+            context_length=base.data.context_length,
+            most_tokens=self.epochs * training_tokens(base),
+            seed=self.seed,
+        )
+
+    def _go_round(
+        self, directory: "LoopDirectory", question: "LoopQuestion", base: "RunConfig"
+    ) -> "Outcome":
+        from paceline.core.processes import termination_as_exit
+        from paceline.prediction.history import history_path
+        from paceline.workflows.loop.run import LoopRunner
+        from paceline.workflows.sweep.executors.local import LocalExecutor
+
+        runner = LoopRunner(
+            directory=directory,
+            sweep=self._sweep_runner(directory.sweep),
+            trainer=LocalExecutor(1),
+            calibrate=self._calibrate,
+            ranks=rank_counts(),
+            history=history_path(),
+            deadline_s=self._deadline_s,
+            tell=tell,
+        )
+        with termination_as_exit():
+            return runner.run(question, base)
+
+    def _sweep_runner(self, directory: "SweepDirectory") -> "SweepRunner":
+        from paceline.records.environment import threads_per_rank
+        from paceline.workflows.sweep.executors.local import LocalExecutor
+        from paceline.workflows.sweep.run import SweepRunner
+        from paceline.workflows.sweep.table import sweep_table
+        from paceline.workflows.sweep.throughput import measured_at_once
+
+        def make_executor(state: "SweepState") -> "Executor":
+            return LocalExecutor(self.at_once or measured_at_once(directory, state, 1, say))
+
+        return SweepRunner(
+            directory=directory,
+            make_executor=make_executor,
+            ranks=1,
+            threads=lambda state: threads_per_rank(self.at_once or state.at_once or 1),
+            on_change=lambda: say(f"sweep: {sweep_table(directory).caption}"),
+        )
+
+    def _calibrate(
+        self, models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
+    ) -> None:
+        from paceline.benchmarks.calibration.calibrate import calibration_records
+        from paceline.benchmarks.calibration.config import ShapeCalibration
+        from paceline.cli.output import case_progress
+        from paceline.records import RecordStore
+
+        sweep = ShapeCalibration(
+            models=tuple(models), world_size=ranks, time_limit_s=_CALIBRATION_S
+        )
+        with case_progress(1) as progress:
+            for record in calibration_records(sweep, progress.step):
+                RecordStore(store).append(record)
+
+    def _write_page(self, directory: "LoopDirectory") -> None:
+        from paceline.prediction.history import history_path
+        from paceline.workflows.loop.page import write_loop_page
+
+        write_loop_page(directory, history_path())
+
+    def _plan_here(self, question: "LoopQuestion") -> int:
+        from paceline.workflows.loop.on_paper import expected_final, first_runs
+        from paceline.workflows.sweep.table import plan_table
+
+        runs = [*first_runs(question.sweep), expected_final(question)]
+        if self.output.json:
+            for run in runs:
+                print_json(run)
+            return 0
+        stdout_console().print(plan_table(runs, [None] * len(runs)))
+        sys.stdout.write(
+            "final is what published scaling laws would train; the sweep decides. Times are told "
+            "after the calibration, which is the first stage of the loop itself\n"
+        )
+        return 0
+
+    def _plan_on_cluster(self, devices: int) -> int:
+        from paceline.reports.tables.planning.search import advice_table
+        from paceline.workflows.loop.on_paper import in_time, plan_on_cluster
+        from paceline.workflows.loop.tables import cluster_table
+
+        cluster = self.cluster
+
+        def ask(shape: ModelShape, batch_tokens: int) -> "SearchQuestion":
+            if cluster.batch_tokens != _BY_LAW:
+                return cluster.question(shape, devices)
+            asked = dataclasses.replace(cluster, batch_tokens=str(batch_tokens))
+            return asked.question(shape, devices)
+
+        plan = plan_on_cluster(
+            self.budget,
+            self.exploration,
+            cluster.context or _CONTEXT,
+            ask,
+            cluster.costs(),
+            lower_precision=cluster.lower_precision(),
+            peak_flops=cluster.peak_flops(),
+            price=cluster.price,
+            device_interval_h=cluster.failure_interval_h,
+        )
+        if self.output.json:
+            row = {"kind": "loop", "budget": plan.budget, "devices": devices}
+            row |= {"parameters": plan.parameters, "loss": plan.loss, "shape": plan.shape}
+            row |= {"tokens": plan.tokens, "layout": plan.found.best, "run": plan.run}
+            row |= {"sweep_flops": plan.sweep_flops, "sweep_days": plan.sweep_days}
+            print_json(row | {"wasted": plan.wasted, "source": plan.found.costs.note})
+            return 0
+        console = stdout_console()
+        console.print(cluster_table(plan, in_time(plan, self._deadline_s)))
+        console.print(advice_table(plan.changes))
+        return 0
+
+
+def rank_counts() -> tuple[int, ...]:
+    """Returns the numbers of ranks that this machine may run: powers of two, and all cores."""
+    from paceline.records.environment import available_processors
+
+    cores = available_processors()
+    powers = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
+    return tuple(sorted({*powers, cores}))
+
+
+def tell(stage: str, lines: Sequence[str]) -> None:
+    """Says what a stage has decided."""
+    console = stderr_console()
+    for line in lines:
+        console.print(f"{stage}: {line}", markup=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What was predicted of the runs of a loop, beside what was measured."""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from paceline.core.plan import Estimate
+from paceline.prediction.calibration_records import calibrations
+from paceline.prediction.history import HistoryEntry, Quantity, corrected
+from paceline.records import Record, RecordStore
+from paceline.records.environment import threads_per_rank
+from paceline.training.forecast import forecast
+from paceline.workflows.loop.directory import ChosenLayout, ChosenModel
+from paceline.workflows.sweep.cost import expected_time_s
+from paceline.workflows.sweep.design import PlannedRun
+from paceline.workflows.sweep.directory import RunRow, SweepDirectory, run_config
+
+
+def sweep_entries(
+    sweep: SweepDirectory,
+    calibration: pathlib.Path,
+    ranks: int,
+    history: Sequence[HistoryEntry],
+    name: str,
+) -> list[HistoryEntry]:
+    """Returns every run of a sweep, each predicted from those that were planned before it.
+
+    Args:
+        sweep: The sweep.
+        calibration: Records of as many ranks as computed at a time.
+        ranks: Ranks of a run.
+        history: What was known before the sweep.
+        name: The loop, to tell its runs from those of another.
+    """
+    known = calibrations(RecordStore(calibration).read())
+    hardware = str(known[0].topology["hardware"])
+    state, base = sweep.state(), sweep.base()
+    at_once = state.at_once or 1
+    rows = {row.name: row for purpose in ("check", "fit") for row in sweep.rows(purpose)}
+    made: list[HistoryEntry] = []
+    before: list[RunRow] = []
+    for run in state.runs:
+        row = rows.get(run.name)
+        if row is None or row.outcome != "ok":
+            continue
+        config = run_config(base, run, sweep.run_directory(run))
+        predicted = forecast(config, ranks, calibration, at_once=at_once)
+        formulas: dict[Quantity, tuple[float | None, float | None]] = {
+            "step_time_s": (predicted.step_time_s, row.step_time_s),
+            "memory_bytes": (
+                None if predicted.memory is None else predicted.memory.total,
+                row.memory_bytes,
+            ),
+        }
+        earlier = [*history, *made]
+        expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]] = {
+            quantity: (
+                formula,
+                None
+                if formula is None
+                else corrected(quantity, formula, run.parameters, hardware, earlier),
+                measured,
+            )
+            for quantity, (formula, measured) in formulas.items()
+        }
+        time_s = expected_time_s(run, before)
+        expected["duration_s"] = (
+            None,
+            None if time_s is None else Estimate(value=time_s),
+            row.time_s,
+        )
+        expected["heldout_loss"] = None, run.expected_loss, row.final_loss
+        made += _entries(
+            expected, run, f"{name}/{run.name}", ranks, threads_per_rank(ranks * at_once), hardware
+        )
+        before.append(row)
+    return made
+
+
+def run_entries(
+    model: ChosenModel, layout: ChosenLayout, record: Record, time_s: float, name: str
+) -> list[HistoryEntry]:
+    """Returns the final run: what was predicted of it, and what its record says.
+
+    Args:
+        model: The model, with its loss.
+        layout: Where it was trained, with its times and memory.
+        record: Of the run.
+        time_s: How long the whole run took.
+        name: The loop.
+    """
+    measured = {metric: value.value for metric, value in record.metrics.items()}
+    best = layout.chosen
+    expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]] = {
+        "heldout_loss": (None, model.loss, measured.get("heldout_loss")),
+        "step_time_s": (best.step_time_s, layout.step_time_s, measured.get("step_time_s")),
+        "memory_bytes": (best.memory_bytes, layout.memory_bytes, measured.get("memory_bytes")),
+        "duration_s": (None, layout.duration_s, time_s),
+    }
+    place = best.ranks, layout.threads, layout.hardware
+    return list(_entries(expected, model.run, f"{name}/{model.run.name}", *place))
+
+
+def _entries(
+    expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]],
+    run: PlannedRun,
+    name: str,
+    ranks: int,
+    threads: int,
+    hardware: str,
+) -> Iterator[HistoryEntry]:
+    for quantity, (formula, predicted, measured) in expected.items():
+        if measured is not None:
+            yield HistoryEntry(
+                quantity=quantity,
+                run=name,
+                parameters=run.parameters,
+                world_size=ranks,
+                threads=threads,
+                hardware=hardware,
+                formula=formula,
+                predicted=predicted,
+                measured=measured,
+            )

@@ -1,0 +1,196 @@
+"""What a loop would do, before anything is run: on this machine, or on a cluster.
+
+Without runs of one's own, N and the loss are those of published scaling laws, with intervals that
+hold all of them; times come from a calibration of this machine, or from the planner's of a cluster.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable
+
+from paceline.accounting.flops import flops_per_token
+from paceline.accounting.parameters import count_parameters
+from paceline.core.errors import UsageError
+from paceline.core.plan import Estimate
+from paceline.core.specs import ModelShape
+from paceline.planner.goodput.formula import DAY_S
+from paceline.planner.search.advice import Change, variations, what_helps
+from paceline.planner.search.costs import Costs
+from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.run_estimate import RunEstimate, estimate_run
+from paceline.planner.search.search import SearchResult, search
+from paceline.scaling.allocation.model_shapes import cluster_shape, suggested_batch_tokens
+from paceline.scaling.allocation.waste import WRONG_BY
+from paceline.scaling.experiments.candidates import learn_from
+from paceline.scaling.surface import tokens_for
+from paceline.training.config import RunConfig
+from paceline.training.forecast import forecast
+from paceline.workflows.loop.choose import FINAL
+from paceline.workflows.loop.directory import LoopQuestion
+from paceline.workflows.sweep.design import (
+    COST_OF_LARGEST,
+    PlannedRun,
+    Question,
+    check_runs,
+    exploring_runs,
+    find_shape,
+    planned_run,
+)
+from paceline.workflows.sweep.directory import run_config
+from paceline.workflows.sweep.rules import Rule
+
+_START_S = 10.0
+"""Of a run, until its first step; the sweep will tell."""
+_NUM_REFINING = 8
+_NORMAL_90 = 1.645
+
+
+def expected_final(question: LoopQuestion) -> PlannedRun:
+    """Returns the run that published scaling laws would spend the budget on."""
+    best = float(learn_from(None).surface.optimal_parameters(question.budget))
+    shape = find_shape(question.sweep, best)
+    if shape is None:
+        raise UsageError(
+            f"no model of a vocabulary of {question.vocab_size} has about {best:.3g} parameters; "
+            "give a larger --budget, or prepare the text with a smaller vocabulary"
+        )
+    return planned_run(question.sweep, FINAL, FINAL, shape, question.budget, Rule())
+
+
+def first_runs(question: Question) -> list[PlannedRun]:
+    """Returns the runs of a sweep that are planned before any loss is known."""
+    return [*check_runs(question), *exploring_runs(question, Rule())]
+
+
+def expected_seconds(
+    question: LoopQuestion, base: RunConfig, calibration: pathlib.Path, at_once: int
+) -> dict[str, float]:
+    """Returns about how long the stages take on this machine.
+
+    Args:
+        question: The budget.
+        base: What all runs have in common.
+        calibration: Records of so many ranks.
+        at_once: Runs of the sweep at a time, and ranks of the final one.
+    """
+    runs = first_runs(question.sweep)
+    place = pathlib.Path("run")
+    times = [
+        forecast(run_config(base, run, place), 1, calibration, at_once=at_once).duration_s or 0.0
+        for run in runs
+    ]
+    fitted = sum(run.flops for run in runs if run.purpose == "fit")
+    refining = COST_OF_LARGEST * question.sweep.largest - fitted
+    per_flop = sum(times) / sum(run.flops for run in runs)
+    starts = (len(runs) + _NUM_REFINING) * _START_S
+    final = forecast(run_config(base, expected_final(question), place), at_once, calibration)
+    return {
+        "sweep": (sum(times) + refining * per_flop + starts) / at_once,
+        "training": (final.duration_s or 0.0) + _START_S,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """A loop on a cluster, on paper."""
+
+    budget: float
+    parameters: Estimate
+    """The best N of published laws."""
+    loss: Estimate
+    shape: ModelShape
+    num_parameters: int
+    tokens: float
+    wasted: dict[float, float]
+    """Share of the budget that a model off by a factor throws away."""
+    sweep: list[PlannedRun]
+    """Its first runs; the others are chosen by their losses."""
+    sweep_flops: float
+    """Of all runs of the fit."""
+    found: SearchResult
+    run: RunEstimate
+    changes: list[Change]
+    """What would help, by searching again."""
+
+    @property
+    def sweep_days(self) -> float:
+        """The sweep on the same devices, as busy as with the large run."""
+        return self.sweep_flops / self.budget * self.run.days
+
+    @property
+    def exploration(self) -> float:
+        """FLOPs of the sweep over the budget."""
+        return self.sweep_flops / self.budget
+
+
+def plan_on_cluster(
+    budget: float,
+    exploration: float,
+    context_length: int,
+    ask: Callable[[ModelShape, int], SearchQuestion],
+    costs: Costs,
+    *,
+    lower_precision: Costs | None,
+    peak_flops: float,
+    price: float | None,
+    device_interval_h: float,
+) -> ClusterPlan:
+    """Returns what a loop would do on a cluster.
+
+    Args:
+        budget: FLOPs of the large run.
+        exploration: FLOPs of the sweep, as a share of it.
+        context_length: Tokens of a sequence.
+        ask: Makes the question of the search, from a model and the tokens of a step.
+        costs: What devices and links reach.
+        lower_precision: The same in float8, if devices have it.
+        peak_flops: Stated FLOP/s of a device.
+        price: Of one device-hour.
+        device_interval_h: Mean hours between two failures of one device.
+    """
+    belief = learn_from(None)
+    surface = belief.surface
+    best = float(surface.optimal_parameters(budget))
+    factor = math.exp(_NORMAL_90 * belief.log_size_deviation(budget))
+    shape = cluster_shape(best, context_length)
+    tokens = budget / flops_per_token(shape, context_length).model
+    question = ask(shape, suggested_batch_tokens(tokens))
+    found = search(question, costs, peak_flops=peak_flops)
+    run = estimate_run(
+        found.best,
+        shape,
+        tokens=tokens,
+        held_devices=question.num_devices,
+        price=price,
+        device_interval_h=device_interval_h,
+    )
+    offered = variations(found.best, question, costs, lower_precision)
+    asked = Question(
+        target=budget,
+        largest=exploration * budget / COST_OF_LARGEST,
+        vocab_size=shape.vocab_size,
+        context_length=context_length,
+    )
+    sizes = [size * best for size in WRONG_BY]
+    return ClusterPlan(
+        budget=budget,
+        parameters=Estimate(value=best, low=best / factor, high=best * factor),
+        loss=belief.loss(best, float(tokens_for(budget, best))),
+        shape=shape,
+        num_parameters=count_parameters(shape).total,
+        tokens=tokens,
+        wasted=dict(zip(WRONG_BY, map(float, surface.wasted_compute(budget, sizes)), strict=True)),
+        sweep=first_runs(asked),
+        sweep_flops=exploration * budget,
+        found=found,
+        run=run,
+        changes=what_helps(found.best, question, offered),
+    )
+
+
+def in_time(plan: ClusterPlan, deadline_s: float | None) -> bool | None:
+    """Returns whether sweep and run end before a deadline; None without one."""
+    if deadline_s is None:
+        return None
+    return (plan.sweep_days + plan.run.days) * DAY_S <= deadline_s

@@ -1,0 +1,155 @@
+"""A loop as one page: pictures first, then what each stage decided and why."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import msgspec
+
+from paceline.core.errors import UsageError
+from paceline.core.units import format_duration
+from paceline.prediction.history import HistoryEntry, coverage, read_history
+from paceline.reports.document.html import render_page
+from paceline.reports.document.model import Block, Chapter, Page, Picture
+from paceline.reports.document.pictures import picture_of
+from paceline.reports.evidence.training_run import read_run
+from paceline.reports.plots.runs.losses import plot_losses
+from paceline.reports.plots.runs.speed import plot_step_times
+from paceline.reports.plots.scaling_laws.fitted import plot_profiles
+from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
+from paceline.reports.tables.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.table import Table
+from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.workflows.loop.choose import fit_sweep
+from paceline.workflows.loop.directory import (
+    PAGE,
+    ChosenLayout,
+    ChosenModel,
+    LoopDirectory,
+    Outcome,
+)
+from paceline.workflows.loop.tables import layout_table
+from paceline.workflows.sweep.table import sweep_table
+
+
+def write_loop_page(directory: LoopDirectory, history: pathlib.Path) -> None:
+    """Writes the page of a loop that has ended, as one HTML file."""
+    directory.write(PAGE, render_page(loop_page(directory, history)).encode())
+
+
+def loop_page(directory: LoopDirectory, history: pathlib.Path) -> Page:
+    """Lays out what there is to see of a loop that has ended."""
+    model, layout, outcome = directory.model(), directory.layout(), directory.outcome()
+    if model is None or layout is None or outcome is None:
+        raise UsageError(f"{directory.path}: the loop has not ended; the same command goes on")
+    found = fit_sweep(directory.sweep)
+    return Page(
+        title=f"From {directory.question().budget:.3g} FLOPs to a model",
+        summary=tuple(_summary(model, layout, outcome)),
+        chapters=(
+            _prediction(directory, found, model, outcome),
+            _training(directory, model, layout),
+            _sweep(directory, found, model),
+            Chapter(title="The layout", blocks=(Block(tables=(layout_table(layout),)),)),
+            _exploration(model, outcome),
+            _history(history),
+        ),
+    )
+
+
+def _summary(model: ChosenModel, layout: ChosenLayout, outcome: Outcome) -> Iterator[str]:
+    run = model.run
+    yield (
+        f"{run.parameters:,} parameters trained on {run.tokens:,} tokens with {run.flops:.3g} "
+        f"FLOPs, {model.extrapolation:.1f} times the largest run of the sweep, on "
+        f"{layout.chosen.ranks} ranks."
+    )
+    predicted = [each for each in outcome.entries if each.is_inside is not None]
+    inside = sum(bool(each.is_inside) for each in predicted)
+    loss = _entry(outcome, "heldout_loss")
+    text = ""
+    if loss is not None and loss.error is not None:
+        text = f"Held-out loss {loss.measured:.4f}, predicted to {abs(loss.error):.1%}. "
+    yield f"{text}{inside} of {len(predicted)} measurements lie inside their 90% interval."
+
+
+def _entry(outcome: Outcome, quantity: str) -> HistoryEntry | None:
+    return next((each for each in outcome.entries if each.quantity == quantity), None)
+
+
+def _prediction(
+    directory: LoopDirectory, found: ScalingFit, model: ChosenModel, outcome: Outcome
+) -> Chapter:
+    loss = _entry(outcome, "heldout_loss")
+    target = plot_target(
+        found, directory.question().budget, model.loss, None if loss is None else loss.measured
+    )
+    errors = picture_of(
+        plot_errors(outcome.entries), "errors", "Error and interval of each prediction"
+    )
+    caption = "The final run: what was predicted before it began, and what was measured"
+    return Chapter(
+        title="Predicted and measured",
+        blocks=(
+            _block(
+                picture_of(
+                    target, "target", "Losses of the sweep, the fitted law, and the final run"
+                )
+            ),
+            _block(errors, outcome_table(outcome.entries, caption)),
+        ),
+    )
+
+
+def _training(directory: LoopDirectory, model: ChosenModel, layout: ChosenLayout) -> Chapter:
+    run = read_run(directory.run)
+    expected = msgspec.structs.replace(
+        run.expected, final_loss=model.loss, step_time_s=layout.step_time_s.value
+    )
+    run = dataclasses.replace(run, name="final run", expected=expected)
+    losses = picture_of(plot_losses(run), "loss", "Loss of the final run, and what was predicted")
+    times = picture_of(plot_step_times(run), "steps", "Step times, and what was predicted")
+    return Chapter(title="The final run", blocks=(_block(losses), _block(times)))
+
+
+def _sweep(directory: LoopDirectory, found: ScalingFit, model: ChosenModel) -> Chapter:
+    profiles = picture_of(plot_profiles(found), "profiles", "Loss by model size at each level")
+    return Chapter(
+        title="The sweep",
+        blocks=(
+            _block(profiles),
+            Block(tables=(sweep_table(directory.sweep),), findings=model.findings),
+        ),
+    )
+
+
+def _exploration(model: ChosenModel, outcome: Outcome) -> Chapter:
+    spent = outcome.sweep_flops / outcome.run_flops
+    rows = [
+        (
+            "the sweep",
+            f"{outcome.sweep_flops:.3g} FLOPs, {spent:.0%} of the final run's; "
+            f"{format_duration(outcome.sweep_time_s)} of runs",
+        )
+    ]
+    if (rule := model.rule_of_thumb) is not None:
+        saved = (
+            f"N {rule.parameters:.3g} instead of {model.parameters.value:.3g}: loss "
+            f"{rule.loss:.4f} by the fit, {rule.wasted:.1%} of the FLOPs wasted"
+        )
+        rows.append(("20 tokens per parameter instead", saved))
+    table = Table(
+        headers=("", ""), rows=tuple(rows), caption="What was explored, and what that saved"
+    )
+    return Chapter(title="The price of exploring", blocks=(Block(tables=(table,)),))
+
+
+def _history(path: pathlib.Path) -> Chapter:
+    entries = read_history(path)
+    caption = "Every prediction of every run on this machine, and how often its interval held"
+    table = coverage_table(coverage(entries), caption)
+    return Chapter(title="All predictions so far", blocks=(Block(tables=(table,)),))
+
+
+def _block(picture: Picture, *tables: Table) -> Block:
+    return Block(pictures=(picture,), tables=tables)

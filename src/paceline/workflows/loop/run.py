@@ -1,0 +1,240 @@
+"""Calibrate, sweep, fit, choose, lay out, train, compare: each stage once, whatever interrupts it.
+
+Every stage leaves a file that says what it decided (`paceline.workflows.loop.directory`). The same
+command goes on after the last stage that has left one, and within the sweep and the final run after
+the last checkpoint.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+from paceline.core.errors import UsageError
+from paceline.core.finding import Finding
+from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.units import format_binary_bytes, format_duration, format_seconds
+from paceline.data.storage.local import LocalStorage
+from paceline.prediction.history import HistoryEntry, append_history, read_history
+from paceline.records import RecordStore
+from paceline.reports.tables.columns import with_interval
+from paceline.training.config import RunConfig
+from paceline.training.run_files import RECORD
+from paceline.training.toml_config import encode_config
+from paceline.workflows.loop.choose import LoopStoppedError, choose_model, fit_sweep
+from paceline.workflows.loop.directory import (
+    LAYOUT,
+    MODEL,
+    OUTCOME,
+    SWEEP_ENTRIES,
+    ChosenLayout,
+    ChosenModel,
+    LoopDirectory,
+    LoopQuestion,
+    Outcome,
+)
+from paceline.workflows.loop.entries import run_entries, sweep_entries
+from paceline.workflows.loop.layout import choose_layout, final_config
+from paceline.workflows.loop.on_paper import expected_final, expected_seconds
+from paceline.workflows.sweep.design import exploring_runs
+from paceline.workflows.sweep.directory import read_ending
+from paceline.workflows.sweep.executors import Executor
+from paceline.workflows.sweep.rules import Rule
+from paceline.workflows.sweep.run import SweepRunner, judge_rule
+from paceline.workflows.sweep.task import RunTask
+
+Models = Sequence[tuple[ModelShape, BatchShape]]
+"""Models, each with the batch of a rank."""
+Calibrate = Callable[[Models, int, pathlib.Path], None]
+"""Measures so many ranks on models, and appends the records to a file."""
+
+_MOST_ATTEMPTS = 3
+_RUN_CONFIG = "run.toml"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopRunner:
+    """Goes round the loop once.
+
+    Args:
+        directory: Where it is, or will be.
+        sweep: Makes the small runs, in the loop's directory.
+        trainer: Makes the final run.
+        calibrate: Measures this machine.
+        ranks: Numbers of ranks that the final run may have.
+        history: The store of all predictions, which corrects these.
+        deadline_s: How long everything may take; None for as long as it takes.
+        tell: Called with the name of a stage and what it decided, line by line.
+    """
+
+    directory: LoopDirectory
+    sweep: SweepRunner
+    trainer: Executor
+    calibrate: Calibrate
+    ranks: Sequence[int]
+    history: pathlib.Path
+    deadline_s: float | None
+    tell: Callable[[str, Sequence[str]], None]
+
+    def run(self, question: LoopQuestion, base: RunConfig) -> Outcome:
+        """Makes every stage that is missing; returns what came of the last."""
+        self.directory.begin(question)
+        self._calibrate_for_sweep(question, base)
+        rule_findings = self.sweep.run(question.sweep, base)
+        self._remember_sweep()
+        model = self._choose(question, rule_findings)
+        layout = self._lay_out(base, model)
+        self._train(base, model, layout)
+        return self._compare(model, layout)
+
+    @property
+    def _name(self) -> str:
+        return self.directory.path.resolve().name
+
+    def _calibrate_for_sweep(self, question: LoopQuestion, base: RunConfig) -> None:
+        runs = [*exploring_runs(question.sweep, Rule()), expected_final(question)]
+        batches = [(run.shape, _rank_batch(base, run.batch_size, self.sweep.ranks)) for run in runs]
+        calibration = self._calibrated("sweep", lambda _ranks: batches)
+        at_once = max(self.ranks)
+        seconds = expected_seconds(question, base, calibration, at_once)
+        total_s = sum(seconds.values())
+        parts = ", ".join(f"{name} {format_duration(value)}" for name, value in seconds.items())
+        self.tell("calibrate", [f"{format_duration(total_s)} in all by the calibration: {parts}"])
+        if self.deadline_s is not None and total_s > self.deadline_s:
+            possible = question.budget * self.deadline_s / total_s
+            raise UsageError(
+                f"this machine needs about {format_duration(total_s)} for {question.budget:.3g} "
+                f"FLOPs and their sweep, and the deadline is {format_duration(self.deadline_s)}; "
+                f"--budget {possible:.1g} fits"
+            )
+
+    def _calibrated(self, stage: str, models: Callable[[int], Models]) -> pathlib.Path:
+        """Returns the records of a calibration, which are there whole or not at all."""
+        path = self.directory.calibration(stage)
+        if path.exists():
+            return path
+        partial = path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        for ranks in self.ranks:
+            self.calibrate(list(dict.fromkeys(models(ranks))), ranks, partial)
+        partial.rename(path)
+        return path
+
+    def _remember_sweep(self) -> None:
+        entries = self.directory.once(
+            SWEEP_ENTRIES,
+            tuple[HistoryEntry, ...],
+            lambda: tuple(
+                sweep_entries(
+                    self.directory.sweep,
+                    self.directory.calibration("sweep"),
+                    self.sweep.ranks,
+                    read_history(self.history),
+                    self._name,
+                )
+            ),
+        )
+        append_history(self.history, entries)
+
+    def _choose(self, question: LoopQuestion, rule_findings: Sequence[Finding]) -> ChosenModel:
+        def choose() -> ChosenModel:
+            _, rule = judge_rule(self.directory.sweep.rows("check"))
+            return choose_model(question, fit_sweep(self.directory.sweep), rule, rule_findings)
+
+        model = self.directory.once(MODEL, ChosenModel, choose)
+        run, shape = model.run, model.run.shape
+        size = f"{shape.num_layers} layers of width {shape.d_model}"
+        self.tell(
+            "fit",
+            [
+                model.reason,
+                f"best N {with_interval(model.parameters, '{:.3g}'.format)}, extrapolated "
+                f"{model.extrapolation:.3g} times",
+                *map(str, model.findings),
+            ],
+        )
+        self.tell(
+            "choose",
+            [
+                f"{run.parameters:,} parameters ({size}), {run.tokens:,} tokens in {run.steps:,} "
+                f"steps of {run.batch_size} sequences, learning rate {run.learning_rate:.2g}",
+                f"held-out loss {with_interval(model.loss, '{:.4f}'.format)}",
+            ],
+        )
+        return model
+
+    def _lay_out(self, base: RunConfig, model: ChosenModel) -> ChosenLayout:
+        def choose() -> ChosenLayout:
+            run = model.run
+            calibration = self._calibrated(
+                "run", lambda ranks: [(run.shape, _rank_batch(base, run.batch_size, ranks))]
+            )
+            rows = [row for each in ("check", "fit") for row in self.directory.sweep.rows(each)]
+            history = read_history(self.history)
+            return choose_layout(base, run, self.ranks, calibration, rows, history)
+
+        layout = self.directory.once(LAYOUT, ChosenLayout, choose)
+        best = layout.chosen
+        others = [
+            f"{each.ranks} x {each.strategy} {format_seconds(each.step_time_s)}"
+            for each in layout.candidates[1:4]
+        ]
+        self.tell(
+            "plan",
+            [
+                f"{best.ranks} ranks, {best.strategy}: {format_seconds(best.step_time_s)} a step "
+                f"by the formulas; next {', '.join(others)}",
+                f"step {with_interval(layout.step_time_s, format_seconds)}, memory of a rank "
+                f"{with_interval(layout.memory_bytes, format_binary_bytes)}, duration "
+                f"{with_interval(layout.duration_s, format_duration)}",
+            ],
+        )
+        return layout
+
+    def _train(self, base: RunConfig, model: ChosenModel, layout: ChosenLayout) -> None:
+        place = self.directory.run.resolve()
+        config = final_config(base, model.run, place, layout.chosen.strategy)
+        LocalStorage(place).write(_RUN_CONFIG, encode_config(config).encode())
+        task = RunTask(
+            label=model.run.name,
+            directory=str(place),
+            config=str(place / _RUN_CONFIG),
+            ranks=layout.chosen.ranks,
+            threads=layout.threads,
+        )
+        for _attempt in range(_MOST_ATTEMPTS):
+            if read_ending(place) is not None:
+                break
+            self.tell("train", [f"{config.training.steps:,} steps; its log is {place / 'log.txt'}"])
+            for _label in self.trainer.run([task]):
+                pass
+        ending = read_ending(place)
+        if ending is None or ending.outcome != "ok":
+            reason = f"killed {_MOST_ATTEMPTS} times" if ending is None else ending.reason
+            raise LoopStoppedError(f"the final run has failed: {reason}; see {place / 'log.txt'}")
+
+    def _compare(self, model: ChosenModel, layout: ChosenLayout) -> Outcome:
+        def compare() -> Outcome:
+            ending = read_ending(self.directory.run)
+            assert ending is not None
+            record = list(RecordStore(self.directory.run / RECORD).read())[-1]
+            sweep = self.directory.sweep
+            rows = [row for purpose in ("check", "fit") for row in sweep.rows(purpose)]
+            return Outcome(
+                entries=tuple(run_entries(model, layout, record, ending.time_s, self._name)),
+                sweep_flops=sum(row.flops for row in rows),
+                sweep_time_s=sum(row.time_s for row in rows),
+                run_flops=model.run.flops,
+            )
+
+        outcome = self.directory.once(OUTCOME, Outcome, compare)
+        append_history(self.history, outcome.entries)
+        return outcome
+
+
+def _rank_batch(base: RunConfig, batch_size: int, ranks: int) -> BatchShape:
+    """Returns what a rank computes at a time."""
+    own = -(-batch_size // ranks)
+    return BatchShape(
+        num_sequences=min(own, base.training.micro_batch_size),
+        context_length=base.data.context_length,
+    )

@@ -1,0 +1,118 @@
+"""What earlier runs teach: factors, differences, intervals, and the store that keeps them."""
+
+import dataclasses
+import pathlib
+import random
+
+import pytest
+
+from paceline.core.plan import Estimate
+from paceline.prediction.history import (
+    HistoryEntry,
+    Quantity,
+    append_history,
+    corrected,
+    coverage,
+    history_path,
+    read_history,
+)
+
+
+def _entry(
+    quantity: Quantity = "step_time_s",
+    formula: float | None = 1.0,
+    measured: float = 1.0,
+    parameters: int = 1000,
+    predicted: Estimate | None = None,
+    run: str = "run",
+) -> HistoryEntry:
+    return HistoryEntry(
+        quantity=quantity,
+        run=run,
+        parameters=parameters,
+        world_size=1,
+        threads=1,
+        hardware="a machine",
+        formula=formula,
+        predicted=predicted,
+        measured=measured,
+    )
+
+
+def test_times_are_corrected_by_their_ratio() -> None:
+    history = [_entry(formula=seconds, measured=1.2 * seconds) for seconds in (1, 2, 3, 5, 8, 13)]
+    found = corrected("step_time_s", 10.0, 1000, "a machine", history)
+    assert found.value == pytest.approx(12.0)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 12 < found.high < 12.5
+
+
+def test_memory_is_corrected_by_what_a_process_holds_besides() -> None:
+    history = [
+        _entry("memory_bytes", formula=size, measured=size + 500.0) for size in (10, 20, 40, 80, 160)
+    ]
+    assert corrected("memory_bytes", 1000.0, 1000, "a machine", history).value == 1500.0
+
+
+def test_runs_of_a_like_size_count_most() -> None:
+    small = [_entry(measured=2.0, parameters=1000) for _ in range(5)]
+    large = [_entry(measured=1.1, parameters=1_000_000) for _ in range(5)]
+    near_large = corrected("step_time_s", 1.0, 2_000_000, "a machine", [*small, *large])
+    near_small = corrected("step_time_s", 1.0, 500, "a machine", [*small, *large])
+    assert (near_large.value, near_small.value) == (pytest.approx(1.1), pytest.approx(2.0))
+
+
+def test_other_machines_quantities_and_few_runs_teach_nothing() -> None:
+    plain = Estimate(value=1.0)
+    history = [_entry(measured=2.0) for _ in range(5)]
+    assert corrected("step_time_s", 1.0, 1000, "another", history) == plain
+    assert corrected("memory_bytes", 1.0, 1000, "a machine", history) == plain
+    assert corrected("step_time_s", 1.0, 1000, "a machine", history[:4]) == plain
+    assert corrected("step_time_s", 1.0, 1000, "a machine", history).value == pytest.approx(2.0)
+
+
+def test_intervals_hold_nine_in_ten() -> None:
+    chance = random.Random(0)
+    inside = 0
+    for _ in range(300):
+        runs = [_entry(measured=chance.lognormvariate(0.3, 0.1)) for _ in range(40)]
+        found = corrected("step_time_s", 1.0, 1000, "a machine", runs)
+        assert found.low is not None
+        assert found.high is not None
+        inside += found.low <= chance.lognormvariate(0.3, 0.1) <= found.high
+    assert 0.84 <= inside / 300 <= 0.96
+
+
+def test_a_store_keeps_each_entry_once(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "data" / "history.jsonl"
+    assert read_history(path) == []
+    entries = [
+        _entry(predicted=Estimate(value=1.1, low=1.0, high=1.2)),
+        _entry("heldout_loss", formula=None, measured=3.0),
+    ]
+    append_history(path, entries)
+    append_history(path, [*entries, dataclasses.replace(entries[0], run="another")])
+    assert read_history(path) == [*entries, dataclasses.replace(entries[0], run="another")]
+
+
+def test_coverage_counts_what_was_inside() -> None:
+    history = [
+        _entry(predicted=Estimate(value=1.1, low=0.9, high=1.2)),
+        _entry(predicted=Estimate(value=1.3, low=1.2, high=1.4)),
+        _entry(predicted=Estimate(value=0.8)),
+        _entry(),
+        _entry("memory_bytes"),
+    ]
+    (found,) = coverage(history)
+    assert (found.num_predicted, found.num_intervals, found.num_inside) == (3, 2, 1)
+    assert found.median_error == pytest.approx(0.2)
+    assert found.largest_error == pytest.approx(0.3)
+
+
+def test_the_store_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("PACELINE_HISTORY", str(tmp_path / "mine.jsonl"))
+    assert history_path() == tmp_path / "mine.jsonl"
+    monkeypatch.delenv("PACELINE_HISTORY")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert history_path() == tmp_path / "paceline" / "history.jsonl"

@@ -1,0 +1,47 @@
+"""Which model a fit chooses, how sure that is, and when it is not sure enough."""
+
+import numpy as np
+import pytest
+
+from paceline.core.plan import Estimate
+from paceline.scaling import ScalingFit, Sweep, fit
+from paceline.workflows.loop.choose import LoopStoppedError, choose_model, with_noise
+from paceline.workflows.sweep.rules import Rule
+from tests.unit.workflows.loop.fake_machine import QUESTION
+from tests.unit.workflows.sweep.fake_runs import SURFACE
+
+
+def _fit(noise: float, seed: int = 0) -> ScalingFit:
+    compute = np.repeat(np.geomspace(7.5e11, 1.2e13, 5), 5)
+    sizes = SURFACE.optimal_parameters(compute) * np.tile(np.geomspace(1 / 3, 3, 5), 5)
+    chance = np.random.default_rng(seed)
+    loss = SURFACE.loss(sizes, compute / (6 * sizes)) * np.exp(chance.normal(0, noise, 25))
+    return fit(Sweep.from_arrays(parameters=sizes, compute=compute, loss=loss), num_draws=200)
+
+
+def test_the_best_model_of_the_surface_is_chosen() -> None:
+    model = choose_model(QUESTION, _fit(0.001), Rule(learning_rate_factor=0.5), ())
+    best = float(SURFACE.optimal_parameters(QUESTION.budget))
+    assert model.run.fitted_parameters == pytest.approx(best, rel=0.35)
+    assert model.loss.value == pytest.approx(float(SURFACE.optimal_loss(QUESTION.budget)), rel=0.01)
+    assert model.run.learning_rate_factor == 0.5
+    assert model.rule_of_thumb is not None
+    assert model.rule_of_thumb.loss > model.loss.value
+    assert 0 < model.rule_of_thumb.wasted < 1
+
+
+def test_runs_that_scatter_carry_no_decision() -> None:
+    with pytest.raises(LoopStoppedError, match="carries no decision; raise --exploration"):
+        choose_model(QUESTION, _fit(0.08), Rule(), ())
+
+
+def test_the_interval_of_a_run_is_wider_than_that_of_the_curve() -> None:
+    found = _fit(0.01)
+    curve = Estimate(value=2.0, low=1.99, high=2.02)
+    run = with_noise(curve, found)
+    assert run.low is not None
+    assert run.high is not None
+    assert run.low < 1.99
+    assert run.high > 2.02
+    # Losses of single runs scatter by 1%, 90% of them by up to 1.6%.
+    assert run.low < 2 / 1.01

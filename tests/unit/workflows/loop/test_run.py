@@ -1,0 +1,118 @@
+"""Loops from a budget to an outcome, with runs whose losses lie on a known surface."""
+
+import pathlib
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from paceline.core.errors import UsageError
+from paceline.prediction.history import read_history
+from paceline.workflows.loop.choose import LoopStoppedError
+from paceline.workflows.loop.directory import LoopDirectory
+from tests.unit.workflows.loop.fake_machine import QUESTION, FakeCalibration, make_runner
+from tests.unit.workflows.sweep.fake_runs import BASE, SURFACE, FakeExecutor
+
+
+def test_a_budget_becomes_a_model_whose_loss_was_predicted(tmp_path: pathlib.Path) -> None:
+    stages: list[str] = []
+    executor = FakeExecutor()
+    runner = make_runner(tmp_path, executor, tell=lambda stage, _lines: stages.append(stage))
+    outcome = runner.run(QUESTION, BASE)
+    assert list(dict.fromkeys(stages)) == ["calibrate", "fit", "choose", "plan", "train"]
+    model = runner.directory.model()
+    assert model is not None
+    assert model.run.flops == pytest.approx(QUESTION.budget, rel=0.01)
+    assert model.extrapolation >= 8
+    best = float(SURFACE.optimal_parameters(QUESTION.budget))
+    assert model.run.fitted_parameters == pytest.approx(best, rel=0.3)
+    (loss,) = [each for each in outcome.entries if each.quantity == "heldout_loss"]
+    assert loss.error == pytest.approx(0, abs=0.01)
+    assert loss.is_inside
+    assert outcome.sweep_flops == pytest.approx(QUESTION.budget, rel=0.15)
+    assert executor.made[-1] == "final"
+
+
+def test_every_prediction_is_remembered_and_corrects_the_next(tmp_path: pathlib.Path) -> None:
+    runner = make_runner(tmp_path, FakeExecutor())
+    outcome = runner.run(QUESTION, BASE)
+    history = read_history(tmp_path / "history.jsonl")
+    assert {each.quantity for each in history} == {
+        *("step_time_s", "memory_bytes", "duration_s", "heldout_loss")
+    }
+    assert history[-len(outcome.entries) :] == list(outcome.entries)
+    # All fake runs hold 400 MB, whatever the formulas say of their tensors.
+    (memory,) = [each for each in outcome.entries if each.quantity == "memory_bytes"]
+    assert memory.predicted is not None
+    assert memory.predicted.low is not None
+    assert memory.formula != memory.predicted.value
+    runner.run(QUESTION, BASE)
+    assert read_history(tmp_path / "history.jsonl") == history
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_loop_that_dies_comes_to_the_same_outcome(tmp_path: pathlib.Path, seed: int) -> None:
+    whole = make_runner(tmp_path / "whole", FakeExecutor()).run(QUESTION, BASE)
+    chance = random.Random(seed)
+    made: list[str] = []
+    calibrate = FakeCalibration()
+    for _ in range(100):
+        executor = FakeExecutor(dies_after=chance.randrange(1, 12))
+        runner = make_runner(tmp_path / "killed", executor, calibrate=calibrate)
+        try:
+            outcome = runner.run(QUESTION, BASE)
+        except KeyboardInterrupt:
+            made += executor.made
+            continue
+        made += executor.made
+        break
+    assert len(made) == len(set(made)) > 16
+    assert calibrate.calls == [1, 2, 1, 2]
+    assert outcome == whole
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_what_can(tmp_path: pathlib.Path) -> None:
+    executor = FakeExecutor()
+    runner = make_runner(tmp_path, executor, deadline_s=1.0)
+    with pytest.raises(UsageError, match=r"the deadline is 1 s; --budget \S+ fits"):
+        runner.run(QUESTION, BASE)
+    assert not executor.made
+
+
+def test_text_that_is_too_short_is_said_before_the_final_run(tmp_path: pathlib.Path) -> None:
+    short = msgspec.structs.replace(QUESTION, most_tokens=7e6)
+    executor = FakeExecutor()
+    with pytest.raises(LoopStoppedError, match="the text allows 7,000,000; prepare more text"):
+        make_runner(tmp_path, executor).run(short, BASE)
+    assert "final" not in executor.made
+
+
+def test_a_final_run_that_fails_says_where_to_look(tmp_path: pathlib.Path) -> None:
+    executor = FakeExecutor(failing=["final"])
+    with pytest.raises(LoopStoppedError, match=r"the final run has failed: not finite; see .*log"):
+        make_runner(tmp_path, executor).run(QUESTION, BASE)
+
+
+def test_another_budget_needs_another_directory(tmp_path: pathlib.Path) -> None:
+    directory = LoopDirectory(tmp_path)
+    directory.begin(QUESTION)
+    directory.begin(QUESTION)
+    with pytest.raises(UsageError, match="name another directory with --out"):
+        directory.begin(msgspec.structs.replace(QUESTION, budget=2e14))
+    (tmp_path / "loop.json").write_text("{")
+    with pytest.raises(UsageError, match=r"loop\.json: not what a loop writes there"):
+        directory.question()
+
+
+def test_lines_say_what_each_stage_decided(tmp_path: pathlib.Path) -> None:
+    said: dict[str, list[str]] = {}
+
+    def tell(stage: str, lines: Sequence[str]) -> None:
+        said.setdefault(stage, []).extend(lines)
+
+    make_runner(tmp_path, FakeExecutor(), tell=tell).run(QUESTION, BASE)
+    assert "in all by the calibration" in said["calibrate"][0]
+    assert "held-out loss" in said["choose"][1]
+    assert "ranks" in said["plan"][0]
