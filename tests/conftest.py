@@ -2,6 +2,7 @@
 
 import collections
 import os
+import tempfile
 from typing import Any
 
 import hypothesis
@@ -15,6 +16,9 @@ hypothesis.settings.register_profile(
     "paceline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("paceline")
+# What a test's runs teach is not to be mixed with what the user's runs do.
+_HISTORY = tempfile.TemporaryDirectory()
+os.environ["PACELINE_HISTORY"] = f"{_HISTORY.name}/history.jsonl"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # Workers have a core each; more threads would only spin.
 if not torch.cuda.is_available():

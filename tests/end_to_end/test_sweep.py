@@ -11,6 +11,7 @@ import pytest
 
 from paceline.scaling import read_sweep
 from paceline.training.audit import audit_run
+from tests.end_to_end.zipf_text import prepare_text
 from tests.processes import paceline, until
 
 _SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
@@ -18,29 +19,16 @@ _SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Text of words by Zipf's law, as tokens, and a config of runs on it."""
+    """A directory with tokens and a config."""
     place = tmp_path_factory.mktemp("sweep")
-    chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 8))) for _ in range(2000)]
-    weights = [1 / rank for rank in range(1, len(words) + 1)]
-    (place / "corpus").mkdir()
-    for number in range(100):
-        text = " ".join(chance.choices(words, weights, k=1500))
-        (place / "corpus" / f"{number}.txt").write_text(text)
-    made = paceline(
-        place,
-        *("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens"),
-        *("--heldout", "0.1"),
-    )
-    assert made.returncode == 0, made.stderr
-    (place / "base.toml").write_text(paceline(place, "train", "init").stdout)
+    prepare_text(place, "base.toml")
     return place
 
 
 def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
     planned = paceline(place, *_SWEEP, "--dry-run")
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
-    assert [run["purpose"] for run in runs[:5]] == ["check"] * 5
+    assert [run["purpose"] for run in runs[:6]] == ["check"] * 6
     assert not (place / "sweep").exists()
     blind = paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
     assert blind.returncode == 2
@@ -74,4 +62,4 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
             assert events.count('"name":"started"') == 1
     again = paceline(place, *_SWEEP)
     assert again.stdout == whole.stdout
-    assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 5
+    assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 6

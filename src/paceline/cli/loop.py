@@ -154,10 +154,10 @@ class LoopCommand:
         from paceline.workflows.sweep.executors.local import LocalExecutor
         from paceline.workflows.sweep.run import SweepRunner
         from paceline.workflows.sweep.table import sweep_table
-        from paceline.workflows.sweep.throughput import measured_at_once
+        from paceline.workflows.sweep.throughput import runs_at_once
 
         def make_executor(state: "SweepState") -> "Executor":
-            return LocalExecutor(self.at_once or measured_at_once(directory, state, 1, say))
+            return LocalExecutor(runs_at_once(directory, state, 1, self.at_once, say))
 
         return SweepRunner(
             directory=directory,

@@ -187,6 +187,6 @@ class SweepCommand:
 
             return RayExecutor(self.ray_address, self.at_once)
         from paceline.workflows.sweep.executors.local import LocalExecutor
-        from paceline.workflows.sweep.throughput import measured_at_once
+        from paceline.workflows.sweep.throughput import runs_at_once
 
-        return LocalExecutor(self.at_once or measured_at_once(directory, state, self.ranks, say))
+        return LocalExecutor(runs_at_once(directory, state, self.ranks, self.at_once, say))

@@ -12,7 +12,7 @@ import tyro
 from paceline.benchmarks.harness.config import ModelName
 from paceline.cli.exit_codes import guarded
 from paceline.cli.output import Flat, OutputOptions, print_json, say
-from paceline.core.errors import UsageError
+from paceline.core.errors import RecordError, UsageError
 from paceline.core.processes import STOPPED, die_with_agent, termination_as_exit
 
 if TYPE_CHECKING:
@@ -188,7 +188,14 @@ class TrainCommand:
                 else:
                     sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
                     sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
+                if outcome.reason == "finished" and self._is_predicted(config):
+                    _remember(config)
         return 0 if outcome.reason == "finished" else STOPPED
+
+    def _is_predicted(self, config: "RunConfig") -> bool:
+        """Returns whether more was asked for than a run: what was predicted is remembered."""
+        asked = self.calibration is not None or self.runs is not None
+        return asked and config.model.hugging_face is None
 
     def _final_loss(self, config: "RunConfig") -> "Estimate | None":
         """Predicts the loss at the end from smaller runs, where there are any."""
@@ -222,6 +229,16 @@ class TrainCommand:
             rank_bytes = None
         require_startable(config, num_ranks, rank_bytes)
         return num_ranks
+
+
+def _remember(config: "RunConfig") -> None:
+    """Adds a run to the history of predictions; one that cannot be written is no failed run."""
+    from paceline.training.remember import remember_run
+
+    try:
+        remember_run(config)
+    except RecordError as error:
+        say(f"the history of predictions is not written: {error}")
 
 
 def _forecast_text(predicted: "Forecast") -> str:

@@ -50,7 +50,8 @@ def test_times_are_corrected_by_their_ratio() -> None:
 
 def test_memory_is_corrected_by_what_a_process_holds_besides() -> None:
     history = [
-        _entry("memory_bytes", formula=size, measured=size + 500.0) for size in (10, 20, 40, 80, 160)
+        _entry("memory_bytes", formula=size, measured=size + 500.0)
+        for size in (10, 20, 40, 80, 160)
     ]
     assert corrected("memory_bytes", 1000.0, 1000, "a machine", history).value == 1500.0
 

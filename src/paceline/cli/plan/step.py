@@ -103,9 +103,12 @@ class PlanStepCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestCommand:
-    """Compare predictions with measurements: error of each case, corrected by the others."""
+    """Compare predictions with measurements: error of each case, corrected by the others.
 
-    records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
+    Without files: every prediction of every run that was made on this machine, by kind.
+    """
+
+    records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional] = ()
     """Files with predictions of paceline plan step and records of paceline bench ddp."""
     holdout: tuple[pathlib.Path, ...] = ()
     """Files with further cases, which the first predict but which do not count in the summary."""
@@ -114,12 +117,14 @@ class BacktestCommand:
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
-        if not self.records:
-            raise UsageError("name at least one file of records")
+        if not self.records and (self.holdout or self.figure is not None):
+            raise UsageError("--holdout and --figure need files of records; name them")
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Predicts every case by what the others teach."""
+        """Predicts every case by what the others teach; without files, tells of all runs."""
+        if not self.records:
+            return self._print_history()
         from paceline.prediction.backtest import leave_one_out, predict_others, summarize
         from paceline.reports.tables.backtest import backtest_table
 
@@ -138,6 +143,24 @@ class BacktestCommand:
             from paceline.reports.plots.style import save_as
 
             save_as(plot_backtest(held_out, counted=len(cases)), self.figure)
+        return 0
+
+    def _print_history(self) -> int:
+        from paceline.prediction.history import coverage, history_path, read_history
+        from paceline.reports.tables.forecasts import coverage_table
+
+        path = history_path()
+        found = coverage(read_history(path))
+        if not found:
+            raise UsageError(
+                f"{path}: no run was predicted yet; paceline loop, and paceline train with "
+                "--calibration, write there"
+            )
+        if self.output.json:
+            for each in found:
+                print_json(each)
+        else:
+            stdout_console().print(coverage_table(found, f"All predictions in {path}"))
         return 0
 
 

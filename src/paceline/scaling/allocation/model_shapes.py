@@ -1,11 +1,11 @@
 """The buildable model nearest to a number of parameters, and what training it takes.
 
 Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
-divided among devices; below 128, for models of a sweep on a laptop, they are multiples of 32. The
-feed-forward layer is 8/3 as wide as the model, in multiples of 32, 64 or 128, so that matrices fill
-the tiles of a GPU. A model has two layers at least: with one, attention cannot look up what follows
-what. Among shapes within a few per cent of N, the one whose ratio of width to depth is nearest to
-that of published models is taken: near the optimum the loss hardly feels it.
+divided among devices; below 128, for models of a sweep on a laptop, they are 16 and multiples of
+32. The feed-forward layer is 8/3 as wide as the model, in multiples of 32, 64 or 128, so that
+matrices fill the tiles of a GPU. A model has two layers at least: with one, attention cannot look
+up what follows what. Among shapes within a few per cent of N, the one whose ratio of width to depth
+is nearest to that of published models is taken: near the optimum the loss hardly feels it.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
     aspect = _ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT
     best: tuple[float, ModelShape] | None = None
     for width in _widths():
-        tile = 32 if width < _NARROW else 64 if width < _WIDE else 128
+        tile = min(width, 32) if width < _NARROW else 64 if width < _WIDE else 128
         shape = ModelShape(
             vocab_size=vocab_size,
             d_model=width,
@@ -125,4 +125,10 @@ def suggested_learning_rate(parameters: float, tokens: float) -> float:
 def _widths() -> list[int]:
     wide = range(_WIDE, _VERY_WIDE, 256)
     narrow = range(32, _NARROW, 32)
-    return [*narrow, *range(_NARROW, _WIDE, 64), *wide, *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024)]
+    return [
+        16,
+        *narrow,
+        *range(_NARROW, _WIDE, 64),
+        *wide,
+        *range(_VERY_WIDE, _MAX_WIDTH + 1, 1024),
+    ]

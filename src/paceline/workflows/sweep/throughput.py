@@ -24,15 +24,28 @@ from paceline.workflows.sweep.task import RunTask
 _STEPS = 40
 
 
-def measured_at_once(
-    directory: SweepDirectory, state: SweepState, ranks: int, say: Callable[[str], None]
+def runs_at_once(
+    directory: SweepDirectory,
+    state: SweepState,
+    ranks: int,
+    wanted: int | None,
+    say: Callable[[str], None],
 ) -> int:
-    """Returns how many runs at a time are fastest here, measured once for a sweep."""
-    if state.at_once is not None:
-        return state.at_once
-    at_once = best_at_once(directory.base(), state.runs[0], ranks)
-    say(f"runs at a time: {at_once}, measured to be the fastest here")
-    directory.keep(msgspec.structs.replace(state, at_once=at_once))
+    """Returns how many runs are made at a time, which the sweep remembers.
+
+    Args:
+        directory: The sweep.
+        state: What it has decided so far.
+        ranks: Ranks of a run.
+        wanted: What the user asks for; None for what is measured to be the fastest, once.
+        say: Tells the user what was measured.
+    """
+    at_once = wanted or state.at_once
+    if at_once is None:
+        at_once = best_at_once(directory.base(), state.runs[0], ranks)
+        say(f"runs at a time: {at_once}, measured to be the fastest here")
+    if at_once != state.at_once:
+        directory.keep(msgspec.structs.replace(state, at_once=at_once))
     return at_once
 
 

@@ -15,12 +15,7 @@ from tests.unit.prediction.calibration_cases import make_record
 from tests.unit.workflows.sweep.fake_runs import FakeExecutor
 
 QUESTION = LoopQuestion(
-    budget=1e14,
-    exploration=1.0,
-    vocab_size=256,
-    context_length=256,
-    most_tokens=5e7,
-    seed=0,
+    budget=1e14, exploration=1.0, vocab_size=256, context_length=256, most_tokens=5e7, seed=0
 )
 
 

@@ -6,27 +6,27 @@ import shutil
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.prediction.history import read_history
+from paceline.prediction.history import coverage, read_history
 from paceline.reports.tables.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import render_markdown
-from paceline.prediction.history import coverage
 from paceline.training.run_files import RECORD
 from paceline.workflows.loop.directory import PAGE
 from paceline.workflows.loop.page import write_loop_page
 from paceline.workflows.loop.tables import layout_table
-from tests.unit.project_files import ROOT
 from tests.unit.workflows.loop.fake_machine import QUESTION, make_runner
 from tests.unit.workflows.sweep.fake_runs import BASE, FakeExecutor
+
+RUN = pathlib.Path(__file__).parents[4] / "results" / "training-run"
 
 
 def test_the_page_shows_every_stage(tmp_path: pathlib.Path) -> None:
     runner = make_runner(tmp_path, FakeExecutor())
+    runner.directory.begin(QUESTION)
     with pytest.raises(UsageError, match="the loop has not ended"):
-        runner.directory.begin(QUESTION)
         write_loop_page(runner.directory, tmp_path / "history.jsonl")
     outcome = runner.run(QUESTION, BASE)
     # A fake run has no steps; those of a real one take their place.
-    for path in (ROOT / "results" / "training-run").iterdir():
+    for path in RUN.iterdir():
         if path.name != RECORD:
             shutil.copy(path, runner.directory.run)
     write_loop_page(runner.directory, tmp_path / "history.jsonl")
@@ -43,6 +43,6 @@ def test_the_page_shows_every_stage(tmp_path: pathlib.Path) -> None:
     assert layout is not None
     assert len(layout_table(layout).rows) == len(layout.candidates)
     table = outcome_table(outcome.entries, "run")
-    assert [row[0] for row in table.rows][0] == "held-out loss"
+    assert table.rows[0][0] == "held-out loss"
     found = coverage(read_history(tmp_path / "history.jsonl"))
     assert "inside their 90% interval" in render_markdown(coverage_table(found, "all"))

@@ -1,0 +1,61 @@
+"""What was predicted of a finished run and what was measured, for the predictions of later runs."""
+
+import pathlib
+
+import msgspec
+
+from paceline.accounting.parameters import count_parameters
+from paceline.core.plan import Estimate
+from paceline.prediction.history import (
+    HistoryEntry,
+    Quantity,
+    append_history,
+    corrected,
+    history_path,
+    read_history,
+)
+from paceline.records import RecordStore
+from paceline.training.config import RunConfig
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.run_files import EXPECTATION, RECORD
+
+
+def remember_run(config: RunConfig) -> None:
+    """Adds a run that has finished to the history, as far as anything was predicted of it."""
+    directory = pathlib.Path(config.out)
+    record = list(RecordStore(directory / RECORD).read())[-1]
+    expected = msgspec.json.decode((directory / EXPECTATION).read_bytes(), type=Expectation)
+    path = history_path()
+    known = read_history(path)
+    size = count_parameters(config.model.shape).total
+    hardware = str(record.case["hardware"])
+    measured = {name: metric.value for name, metric in record.metrics.items()}
+    predictions: dict[Quantity, tuple[float | None, Estimate | None]] = {
+        "heldout_loss": (None, expected.final_loss)
+    }
+    formulas: dict[Quantity, float | None] = {
+        "step_time_s": expected.step_time_s,
+        "memory_bytes": expected.memory_bytes,
+    }
+    for quantity, formula in formulas.items():
+        if formula is not None:
+            found = corrected(quantity, formula, size, hardware, known)
+            predictions[quantity] = formula, found
+    append_history(
+        path,
+        [
+            HistoryEntry(
+                quantity=quantity,
+                run=directory.resolve().name,
+                parameters=size,
+                world_size=int(str(record.case["world_size"])),
+                threads=int(str(record.case["threads"])),
+                hardware=hardware,
+                formula=formula,
+                predicted=predicted,
+                measured=measured[quantity],
+            )
+            for quantity, (formula, predicted) in predictions.items()
+            if predicted is not None and quantity in measured
+        ],
+    )

@@ -1,0 +1,24 @@
+"""Text whose words follow Zipf's law, as tokens, with a config of runs on it."""
+
+import pathlib
+import random
+
+from tests.processes import paceline
+
+
+def prepare_text(place: pathlib.Path, config: str) -> None:
+    """Writes tokens, and a config of that name, into a directory."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 8))) for _ in range(2000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    (place / "corpus").mkdir()
+    for number in range(100):
+        text = " ".join(chance.choices(words, weights, k=1500))
+        (place / "corpus" / f"{number}.txt").write_text(text)
+    made = paceline(
+        place,
+        *("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens"),
+        *("--heldout", "0.1"),
+    )
+    assert made.returncode == 0, made.stderr
+    (place / config).write_text(paceline(place, "train", "init").stdout)

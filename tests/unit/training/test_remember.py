@@ -1,0 +1,46 @@
+"""A finished run is remembered with what was predicted of it, and corrects the next."""
+
+import pathlib
+import shutil
+
+import msgspec
+import pytest
+
+from paceline.prediction.history import read_history
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.remember import remember_run
+from paceline.training.run_files import CONFIG, EXPECTATION
+from paceline.training.toml_config import read_config
+
+RUN = pathlib.Path(__file__).parents[3] / "results" / "training-run"
+
+
+def test_a_run_is_remembered_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = tmp_path / "history.jsonl"
+    monkeypatch.setenv("PACELINE_HISTORY", str(history))
+    shutil.copytree(RUN, tmp_path / "run")
+    config = read_config(tmp_path / "run" / CONFIG, (f"out={tmp_path / 'run'}",))
+    expected = msgspec.json.decode((RUN / EXPECTATION).read_bytes(), type=Expectation)
+    remember_run(config)
+    entries = {entry.quantity: entry for entry in read_history(history)}
+    assert entries["step_time_s"].formula == expected.step_time_s
+    assert entries["step_time_s"].predicted is not None
+    assert entries["memory_bytes"].measured > 0
+    assert all(entry.run == "run" for entry in entries.values())
+    remember_run(config)
+    assert len(read_history(history)) == len(entries)
+
+
+def test_five_runs_correct_the_sixth(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = tmp_path / "history.jsonl"
+    monkeypatch.setenv("PACELINE_HISTORY", str(history))
+    for number in range(6):
+        shutil.copytree(RUN, tmp_path / f"run-{number}")
+        out = tmp_path / f"run-{number}"
+        remember_run(read_config(out / CONFIG, (f"out={out}",)))
+    steps = [entry for entry in read_history(history) if entry.quantity == "step_time_s"]
+    assert [entry.is_inside for entry in steps[:5]] == [None] * 5
+    assert steps[5].is_inside
+    assert steps[5].error == pytest.approx(0, abs=1e-9)
