@@ -11,6 +11,7 @@ import tyro
 
 from paceline.cli.output import Flat, OutputOptions, print_json, say, stderr_console, stdout_console
 from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import parse_seconds
@@ -136,35 +137,35 @@ class LoopCommand:
         from paceline.workflows.loop.run import LoopRunner
         from paceline.workflows.sweep.executors.local import LocalExecutor
 
-        runner = LoopRunner(
-            directory=directory,
-            sweep=self._sweep_runner(directory.sweep),
-            trainer=LocalExecutor(1),
-            calibrate=self._calibrate,
-            ranks=rank_counts(),
-            history=history_path(),
-            deadline_s=self._deadline_s,
-            tell=tell,
-        )
-        with termination_as_exit():
+        with SweepProgress(directory.sweep).open() as progress, termination_as_exit():
+            runner = LoopRunner(
+                directory=directory,
+                sweep=self._sweep_runner(directory.sweep, progress),
+                trainer=LocalExecutor(1, progress.wait),
+                calibrate=self._calibrate,
+                ranks=rank_counts(),
+                history=history_path(),
+                deadline_s=self._deadline_s,
+                tell=tell,
+            )
             return runner.run(question, base)
 
-    def _sweep_runner(self, directory: "SweepDirectory") -> "SweepRunner":
+    def _sweep_runner(self, directory: "SweepDirectory", progress: SweepProgress) -> "SweepRunner":
         from paceline.records.environment import threads_per_rank
         from paceline.workflows.sweep.executors.local import LocalExecutor
         from paceline.workflows.sweep.run import SweepRunner
-        from paceline.workflows.sweep.table import sweep_table
         from paceline.workflows.sweep.throughput import runs_at_once
 
         def make_executor(state: "SweepState") -> "Executor":
-            return LocalExecutor(runs_at_once(directory, state, 1, self.at_once, say))
+            at_once = runs_at_once(directory, state, 1, self.at_once, say)
+            return LocalExecutor(at_once, progress.wait)
 
         return SweepRunner(
             directory=directory,
             make_executor=make_executor,
             ranks=1,
             threads=lambda state: threads_per_rank(self.at_once or state.at_once or 1),
-            on_change=lambda: say(f"sweep: {sweep_table(directory).caption}"),
+            on_change=progress.change,
         )
 
     def _calibrate(

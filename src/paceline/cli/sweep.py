@@ -1,9 +1,12 @@
 """``paceline sweep``: small runs that tell how large a model to train."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -12,14 +15,19 @@ from paceline.cli.output import OutputOptions, print_json, say, stderr_console, 
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from paceline.core.finding import Finding
     from paceline.training.config import RunConfig
     from paceline.workflows.sweep.design import Question
     from paceline.workflows.sweep.directory import SweepDirectory, SweepState
     from paceline.workflows.sweep.executors import Executor
+    from paceline.workflows.sweep.task import RunTask
 
 _LARGEST = 1 / 8
 """Of the target, for the largest runs: a fit is not to be trusted much farther out."""
+_LIVE_PAUSE_S, _PAUSE_S = 2.0, 60.0
+"""Between two looks at the runs that are being made, with a terminal and without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,27 +153,16 @@ class SweepCommand:
     def _make(
         self, directory: "SweepDirectory", question: "Question", base: "RunConfig"
     ) -> "list[Finding]":
-        from rich.live import Live
-
         from paceline.core.processes import termination_as_exit
         from paceline.workflows.sweep.run import SweepRunner
-        from paceline.workflows.sweep.table import sweep_table
 
-        console = stderr_console()
-        with Live(console=console, auto_refresh=False, transient=True) as live:
-
-            def show() -> None:
-                if console.is_terminal:
-                    live.update(sweep_table(directory), refresh=True)
-                else:
-                    say(sweep_table(directory).caption)
-
+        with SweepProgress(directory).open() as progress:
             runner = SweepRunner(
                 directory=directory,
-                make_executor=lambda state: self._executor(directory, state),
+                make_executor=lambda state: self._executor(directory, state, progress),
                 ranks=self.ranks,
                 threads=self._threads,
-                on_change=show,
+                on_change=progress.change,
             )
             with termination_as_exit():
                 return runner.run(question, base)
@@ -177,7 +174,9 @@ class SweepCommand:
             return 1
         return threads_per_rank(self.ranks * (self.at_once or state.at_once or 1))
 
-    def _executor(self, directory: "SweepDirectory", state: "SweepState") -> "Executor":
+    def _executor(
+        self, directory: "SweepDirectory", state: "SweepState", progress: "SweepProgress"
+    ) -> "Executor":
         if self.executor == "slurm":
             from paceline.workflows.sweep.executors.slurm import SlurmExecutor
 
@@ -189,4 +188,60 @@ class SweepCommand:
         from paceline.workflows.sweep.executors.local import LocalExecutor
         from paceline.workflows.sweep.throughput import runs_at_once
 
-        return LocalExecutor(runs_at_once(directory, state, self.ranks, self.at_once, say))
+        at_once = runs_at_once(directory, state, self.ranks, self.at_once, say)
+        return LocalExecutor(at_once, progress.wait)
+
+
+class SweepProgress:
+    """Shows how far a sweep is: a live table on a terminal, lines elsewhere.
+
+    Args:
+        directory: The sweep.
+    """
+
+    def __init__(self, directory: "SweepDirectory") -> None:
+        self._directory = directory
+        self._console = stderr_console()
+        self._live: Live | None = None
+        self._shown_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def open(self) -> "Iterator[SweepProgress]":
+        """Shows a table while it is open, if there is a terminal."""
+        from rich.live import Live
+
+        if not self._console.is_terminal:
+            yield self
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+            yield self
+        self._live = None
+
+    def change(self) -> None:
+        """Shows what has been planned and what has ended."""
+        from paceline.workflows.sweep.table import sweep_table
+
+        self._shown_s = time.monotonic()
+        if self._live is None:
+            say(sweep_table(self._directory).caption)
+        else:
+            self._live.update(sweep_table(self._directory), refresh=True)
+
+    def wait(self, running: "Sequence[RunTask]") -> None:
+        """Shows now and then where the runs stand that are being made."""
+        from paceline.workflows.sweep.progress import progress_text
+
+        pause_s = _PAUSE_S if self._live is None else _LIVE_PAUSE_S
+        if time.monotonic() - self._shown_s < pause_s:
+            return
+        self._shown_s = time.monotonic()
+        lines = [f"{task.label}: {progress_text(pathlib.Path(task.directory))}" for task in running]
+        if self._live is None:
+            for line in lines:
+                say(line)
+        elif self._directory.exists:
+            from rich.console import Group
+
+            from paceline.workflows.sweep.table import sweep_table
+
+            self._live.update(Group(sweep_table(self._directory), *lines), refresh=True)

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from paceline.workflows.sweep.task import RunTask, StartedRun, stop_runs
 
@@ -14,10 +14,14 @@ class LocalExecutor:
 
     Args:
         at_once: How many runs are made at a time.
+        on_wait: Called again and again with the runs that are being made.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(
+        self, at_once: int, on_wait: Callable[[Sequence[RunTask]], None] = lambda _running: None
+    ) -> None:
         self._at_once = at_once
+        self._on_wait = on_wait
 
     def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
         """Yields the label of each run when it has ended."""
@@ -33,6 +37,7 @@ class LocalExecutor:
                     running.remove(run)
                     if has_ended:
                         yield run.task.label
+                self._on_wait([run.task for run in running])
                 time.sleep(_POLL_S)
         finally:
             stop_runs(running)

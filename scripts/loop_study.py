@@ -1,0 +1,51 @@
+"""Goes round the loop once for every seed, and keeps what it decided, predicted and measured.
+
+    python scripts/loop_study.py results/loop --config run.toml --work loops --seeds 0 1 2
+
+A loop that was interrupted goes on; one that has ended is only copied.
+"""
+
+import argparse
+import pathlib
+import shutil
+
+from run_paceline import run_paceline
+
+from paceline.workflows.loop.directory import LAYOUT, MODEL, OUTCOME, PAGE, SWEEP_ENTRIES
+
+KEPT = (
+    "loop.json",
+    MODEL,
+    LAYOUT,
+    OUTCOME,
+    SWEEP_ENTRIES,
+    "sweep/runs.jsonl",
+    "sweep/checks.jsonl",
+)
+
+
+def main() -> None:
+    """Makes every loop and copies its small files; of the first one its page as well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--config", type=pathlib.Path, required=True)
+    parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"])
+    parser.add_argument("--budget", default="1e14")
+    parser.add_argument("--deadline", default="60min")
+    arguments = parser.parse_args()
+    for place, seed in enumerate(arguments.seeds):
+        work = arguments.work / f"seed-{seed}"
+        run_paceline(
+            [],
+            *("loop", str(arguments.config), "--budget", arguments.budget, "--exploration", "1"),
+            *("--deadline", arguments.deadline, "--seed", seed, "--out", str(work)),
+        )
+        for name in (*KEPT, *((PAGE,) if place == 0 else ())):
+            kept = arguments.out / work.name / name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(work / name, kept)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Loops from a budget to a model: what was predicted and measured, from `loop_study.py`'s files."""
+
+import pathlib
+from typing import TYPE_CHECKING
+
+from paceline.prediction.history import coverage
+from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
+from paceline.reports.tables.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.table import Table
+from paceline.workflows.loop.choose import fit_sweep
+from paceline.workflows.loop.directory import LoopDirectory, Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOOPS = pathlib.Path(__file__).parents[1] / "results" / "loop"
+FIRST = LOOPS / "seed-0"
+
+
+def loop_tables() -> dict[str, Table]:
+    """Returns the first loop, and how often each interval held in all of them."""
+    outcomes = [_outcome(LoopDirectory(path)) for path in sorted(LOOPS.glob("seed-*"))]
+    entries = [entry for outcome in outcomes for entry in outcome.entries]
+    caption = f"Final runs of {len(outcomes)} loops, one seed each"
+    return {
+        "loop": outcome_table(outcomes[0].entries, _caption(LoopDirectory(FIRST))),
+        "loop-seeds": coverage_table(coverage(entries), caption),
+    }
+
+
+def draw_target() -> "Figure":
+    """Draws the sweep, the law and the final run of the first loop."""
+    directory = LoopDirectory(FIRST)
+    model = directory.model()
+    assert model is not None
+    (loss,) = [entry for entry in _outcome(directory).entries if entry.quantity == "heldout_loss"]
+    budget = directory.question().budget
+    return plot_target(fit_sweep(directory.sweep), budget, model.loss, loss.measured)
+
+
+def draw_errors() -> "Figure":
+    """Draws every prediction of the first loop, relative to what was measured."""
+    return plot_errors(_outcome(LoopDirectory(FIRST)).entries)
+
+
+def _outcome(directory: LoopDirectory) -> Outcome:
+    outcome = directory.outcome()
+    assert outcome is not None
+    return outcome
+
+
+def _caption(directory: LoopDirectory) -> str:
+    model, layout = directory.model(), directory.layout()
+    assert model is not None
+    assert layout is not None
+    run = model.run
+    return (
+        f"{run.parameters:,} parameters, {run.tokens:,} tokens, {run.flops:.3g} FLOPs, "
+        f"{model.extrapolation:.1f} times the largest run of the sweep; {layout.chosen.ranks} "
+        f"ranks on {layout.hardware}"
+    )

@@ -1,0 +1,49 @@
+"""Where runs stand that other processes make, from the last row that each has written."""
+
+import pathlib
+
+import msgspec
+
+from paceline.core.units import format_duration
+from paceline.records.codecs import UNDECODABLE
+from paceline.training.metrics.expectation import Expectation
+from paceline.training.metrics.rows import StepRow
+from paceline.training.run_files import EXPECTATION, METRICS
+
+_TAIL_BYTES = 4096
+"""Enough for a few rows, however long the run is."""
+
+
+def progress_text(directory: pathlib.Path) -> str:
+    """Returns where a run stands, in a few words."""
+    last, total = _last_step(directory / METRICS), _num_steps(directory / EXPECTATION)
+    if last is None or total is None:
+        return "starting"
+    left_s = (total - last.step) * last.step_time_s
+    return (
+        f"step {last.step:,} of {total:,}, loss {last.loss:.3f}, about "
+        f"{format_duration(left_s)} left"
+    )
+
+
+def _last_step(path: pathlib.Path) -> StepRow | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return msgspec.json.decode(line, type=StepRow)
+        except UNDECODABLE:
+            continue  # Another kind of row, or one that is being written.
+    return None
+
+
+def _num_steps(path: pathlib.Path) -> int | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Expectation).num_steps
+    except (FileNotFoundError, *UNDECODABLE):
+        return None
