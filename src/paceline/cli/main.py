@@ -16,6 +16,7 @@ from paceline.cli import (
     bench,
     calibrate,
     checkpoint,
+    compare,
     data,
     environment,
     generate,
@@ -27,6 +28,7 @@ from paceline.cli import (
     train,
 )
 from paceline.cli.exit_codes import guarded
+from paceline.cli.goals import goals_text
 from paceline.cli.lab.verb import LabCommand
 from paceline.cli.plan.verb import PlanCommand
 
@@ -50,6 +52,7 @@ Verb = (
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[generate.GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
+    | Annotated[compare.CompareCommand, tyro.conf.subcommand("compare")]
     | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
 )
 
@@ -66,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
+        return 0
+    if not arguments:
+        sys.stdout.write(goals_text())
         return 0
     return guarded(lambda: parse(arguments).run())
 

@@ -1,0 +1,58 @@
+"""``paceline compare``: what has become slower or larger from one store to another."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.cli.output import Flat, OutputOptions, print_json, stdout_console
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.reports.evidence.regression import StoreComparison
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareCommand:
+    """Compare two stores of the same cases; the exit code is 1 where something is worse.
+
+    Times and bytes of every case that both hold. A change counts where it is larger than what is
+    tolerated and beyond the spread of the samples, so that it can be a gate in CI.
+    """
+
+    before: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The store to hold against, such as main.jsonl."""
+    after: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The store to judge."""
+    tolerance: float = 0.05
+    """By which part a median may grow."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise UsageError(f"--tolerance is {self.tolerance:g}; it must not be negative")
+
+    def run(self) -> int:
+        """Prints every change, the worst first."""
+        from paceline.records import RecordStore
+        from paceline.reports.evidence.regression import compare_stores
+
+        before, after = (list(RecordStore(path).read()) for path in (self.before, self.after))
+        found = compare_stores(before, after, self.tolerance)
+        if not found.changes:
+            raise UsageError(
+                f"{self.before} and {self.after} have no case in common with a time or bytes; "
+                "measure the same command into both"
+            )
+        if self.output.json:
+            for change in found.changes:
+                print_json(change)
+        else:
+            self._print_table(found)
+        return 1 if found.worse else 0
+
+    def _print_table(self, found: "StoreComparison") -> None:
+        from paceline.reports.tables.regression import regression_table
+
+        stdout_console().print(regression_table(found, self.tolerance))

@@ -1,0 +1,27 @@
+"""``paceline`` alone: what one can do, by goal, in commands that parse."""
+
+import shlex
+
+import pytest
+
+from paceline.cli.goals import goals_text
+from paceline.cli.main import main, parse
+
+
+def test_every_goal_has_a_command_that_parses() -> None:
+    commands = [
+        line.strip() for line in goals_text().splitlines() if line.startswith("      paceline ")
+    ]
+    assert len(commands) >= 10
+    for command in commands:
+        words = shlex.split(command.partition(" > ")[0])[1:]
+        parse(words)
+
+
+def test_it_fits_80_columns_and_is_printed_without_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown == goals_text()
+    assert max(map(len, shown.splitlines())) <= 80
