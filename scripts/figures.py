@@ -53,9 +53,9 @@ from paceline.reports.plots.runs.losses import plot_losses
 from paceline.reports.plots.runs.speed import plot_phases
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
-from paceline.reports.tables.backtest import backtest_table
 from paceline.reports.tables.chaos import chaos_table
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
+from paceline.reports.tables.planning.backtest import backtest_table
 from paceline.reports.tables.planning.published_memory import published_memory_table
 from paceline.reports.tables.profile import (
     attention_table,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from paceline.prediction.history import coverage
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
-from paceline.reports.tables.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import LoopDirectory, Outcome

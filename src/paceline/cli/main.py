@@ -20,17 +20,17 @@ from paceline.cli import (
     data,
     environment,
     generate,
-    loop,
     profile,
     report,
-    scaling,
-    sweep,
     train,
 )
 from paceline.cli.exit_codes import guarded
 from paceline.cli.goals import goals_text
 from paceline.cli.lab.verb import LabCommand
 from paceline.cli.plan.verb import PlanCommand
+from paceline.cli.scaling.loop import LoopCommand
+from paceline.cli.scaling.sweep import SweepCommand
+from paceline.cli.scaling.verb import ScalingCommand
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -44,9 +44,9 @@ Verb = (
     | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[scaling.ScalingCommand, tyro.conf.subcommand("scaling")]
-    | Annotated[sweep.SweepCommand, tyro.conf.subcommand("sweep")]
-    | Annotated[loop.LoopCommand, tyro.conf.subcommand("loop")]
+    | Annotated[ScalingCommand, tyro.conf.subcommand("scaling")]
+    | Annotated[SweepCommand, tyro.conf.subcommand("sweep")]
+    | Annotated[LoopCommand, tyro.conf.subcommand("loop")]
     | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
     | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
     | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]

@@ -126,7 +126,7 @@ class BacktestCommand:
         if not self.records:
             return self._print_history()
         from paceline.prediction.backtest import leave_one_out, predict_others, summarize
-        from paceline.reports.tables.backtest import backtest_table
+        from paceline.reports.tables.planning.backtest import backtest_table
 
         cases = _read_cases(self.records)
         held_out = leave_one_out(cases)
@@ -147,7 +147,7 @@ class BacktestCommand:
 
     def _print_history(self) -> int:
         from paceline.prediction.history import coverage, history_path, read_history
-        from paceline.reports.tables.forecasts import coverage_table
+        from paceline.reports.tables.planning.forecasts import coverage_table
 
         path = history_path()
         found = coverage(read_history(path))

@@ -7,7 +7,7 @@ from matplotlib.ticker import FixedLocator, NullFormatter
 
 from paceline.prediction.backtest import HeldOutPrediction
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
-from paceline.reports.tables.backtest import summary_text
+from paceline.reports.tables.planning.backtest import summary_text
 
 _BAND = 0.2
 _TICKS = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]

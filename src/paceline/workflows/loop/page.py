@@ -17,7 +17,7 @@ from paceline.reports.plots.runs.losses import plot_losses
 from paceline.reports.plots.runs.speed import plot_step_times
 from paceline.reports.plots.scaling_laws.fitted import plot_profiles
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
-from paceline.reports.tables.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.workflows.loop.choose import fit_sweep

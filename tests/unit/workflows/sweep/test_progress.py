@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.cli.sweep import SweepProgress
+from paceline.cli.scaling.sweep import SweepProgress
 from paceline.training.run_files import EXPECTATION, METRICS
 from paceline.workflows.sweep.directory import SweepDirectory
 from paceline.workflows.sweep.executors.local import LocalExecutor
@@ -38,7 +38,7 @@ def test_without_a_terminal_lines_come_now_and_then(
     with progress.open():
         progress.wait([_task(tmp_path)])
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr("paceline.cli.sweep._PAUSE_S", 0.0)
+        monkeypatch.setattr("paceline.cli.scaling.sweep._PAUSE_S", 0.0)
         progress.wait([_task(tmp_path)])
         assert capsys.readouterr().err == "fit-01: starting\n"
 

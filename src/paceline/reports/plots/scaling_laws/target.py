@@ -9,7 +9,7 @@ from matplotlib.ticker import NullFormatter
 from paceline.core.plan import Estimate
 from paceline.prediction.history import HistoryEntry
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
-from paceline.reports.tables.forecasts import WRITTEN
+from paceline.reports.tables.planning.forecasts import WRITTEN
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.prediction import predict
 

@@ -11,7 +11,7 @@ import tyro
 
 from paceline.cli.output import Flat, OutputOptions, print_json, say, stderr_console, stdout_console
 from paceline.cli.plan.search_options import ClusterOptions
-from paceline.cli.sweep import SweepProgress
+from paceline.cli.scaling.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import parse_seconds
@@ -109,7 +109,7 @@ class LoopCommand:
             for entry in outcome.entries:
                 print_json(entry)
         else:
-            from paceline.reports.tables.forecasts import outcome_table
+            from paceline.reports.tables.planning.forecasts import outcome_table
 
             caption = f"{self.budget:.3g} FLOPs: what was predicted, and what was measured"
             stdout_console().print(outcome_table(outcome.entries, caption))

@@ -1,0 +1,1 @@
+"""``paceline scaling``, ``sweep`` and ``loop``: from small runs to a large one."""
