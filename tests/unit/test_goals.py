@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from paceline.cli.goals import goals_text
+from paceline.cli.start.goals import goals_text
 from paceline.cli.main import main, parse
 
 

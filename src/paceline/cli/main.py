@@ -25,12 +25,13 @@ from paceline.cli import (
     train,
 )
 from paceline.cli.exit_codes import guarded
-from paceline.cli.goals import goals_text
 from paceline.cli.lab.verb import LabCommand
 from paceline.cli.plan.verb import PlanCommand
 from paceline.cli.scaling.loop import LoopCommand
 from paceline.cli.scaling.sweep import SweepCommand
 from paceline.cli.scaling.verb import ScalingCommand
+from paceline.cli.start.demo import DemoCommand
+from paceline.cli.start.goals import goals_text
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -39,7 +40,8 @@ _DESCRIPTION = (
 )
 
 Verb = (
-    Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
+    Annotated[DemoCommand, tyro.conf.subcommand("demo")]
+    | Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
     | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]

@@ -3,6 +3,7 @@
 import textwrap
 
 _GOALS = (
+    ("see it work, in five minutes", "paceline demo"),
     ("train a model on my text", "paceline data prepare corpus --tokenizer bytes --out tokens"),
     ("", "paceline train init > run.toml"),
     ("", "paceline train run.toml --ranks 2"),

@@ -1,0 +1,1 @@
+"""What a newcomer meets first: goals, and a demonstration."""

@@ -1,0 +1,183 @@
+"""A demonstration of the whole in a few minutes: text, calibration, plan, training, page, sample.
+
+Every step is a command that the reader could type, and is shown before it is run. Ranks are two
+virtual hosts with a shaped link between them, or two processes where that is not allowed.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.core.errors import PacelineError
+from paceline.core.strategies import StrategyName
+from paceline.lab.network import LabError, hosts
+from paceline.prediction.history import HistoryEntry, corrected, history_path, read_history
+from paceline.records import RecordStore
+from paceline.training.forecast import Forecast, forecast
+from paceline.training.run_files import RECORD
+from paceline.training.toml_config import read_config
+from paceline.workflows.last_words import last_words
+from paceline.workflows.sweep.progress import progress_text
+
+PROMPT = "The for statement"
+_RATE = "1gbit"
+_RANKS = 2
+_SHAPE = {"d_model": 128, "d_ff": 384, "num_layers": 4, "num_heads": 4}
+_CONTEXT, _BATCH = 128, 16
+_STRATEGIES: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
+_POLL_S, _PAUSE_S = 0.2, 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """What was predicted, what was measured, and where the page is."""
+
+    page: pathlib.Path
+    sample: str
+    """How the model continues the prompt."""
+    entries: tuple[HistoryEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Makes the demonstration in a directory.
+
+    Args:
+        directory: Where everything goes.
+        steps: Training steps.
+        say: Tells what is being done.
+    """
+
+    directory: pathlib.Path
+    steps: int
+    say: Callable[[str], None]
+
+    def run(self) -> Demonstration:
+        """Goes through all steps."""
+        lab = self._lab()
+        run, tokens = str(self.directory / "run"), str(self.directory / "tokens")
+        corpus, page = self._write_text(), self.directory / "demo.html"
+        prepare = ["data", "prepare", str(corpus), "--tokenizer", "bytes", "--heldout", "0.1"]
+        self._call([*prepare, "--out", tokens])
+        config, calibration = self._write_config(tokens), self._calibrate(lab)
+        strategy, predicted = self._plan(config, calibration)
+        train = ["train", str(config), "--set", f"parallel.strategy={strategy}"]
+        train += ["--calibration", str(calibration)]
+        self._call([*train, *([] if lab else ["--ranks", str(_RANKS)])], lab, pathlib.Path(run))
+        self._call(["report", "run", run, "--out", str(page)])
+        generate = ["generate", run, "--prompt", PROMPT, "--tokens", "160", "--temperature", "0.7"]
+        return Demonstration(
+            page=page, sample=self._call(generate).strip(), entries=(self._entry(predicted),)
+        )
+
+    def _calibrate(self, lab: Sequence[str]) -> pathlib.Path:
+        store = self.directory / "calibration.jsonl"
+        sizes = [(f"--{name.replace('_', '-')}", str(size)) for name, size in _SHAPE.items()]
+        calibrate = ["calibrate", "--model", "bytes-6M", *itertools.chain(*sizes)]
+        calibrate += ["--batch", str(_BATCH // _RANKS), "--context", str(_CONTEXT)]
+        calibrate += ["--time-limit-s", "20", "--store", str(store)]
+        self._call([*calibrate, *([] if lab else ["--world-size", str(_RANKS)])], lab)
+        return store
+
+    def _lab(self) -> list[str]:
+        """Returns what starts ranks on two hosts with a slow link; nothing where that cannot be."""
+        try:
+            with hosts(_RANKS):
+                pass
+        except LabError as error:
+            self.say(f"no virtual hosts here, so the ranks share this one: {error}")
+            return []
+        return ["lab", "run", "--hosts", str(_RANKS), "--rate", _RATE, "--"]
+
+    def _write_text(self) -> pathlib.Path:
+        """Writes the manual that Python's help() prints: half a million characters of English."""
+        from pydoc_data.topics import topics  # Takes a moment, and only here.
+
+        corpus = self.directory / "corpus"
+        corpus.mkdir(parents=True, exist_ok=True)
+        for name, text in topics.items():
+            (corpus / f"{name.replace('/', '-')}.txt").write_text(text, encoding="utf-8")
+        size = sum(map(len, topics.values()))
+        self.say(f"text: the manual that Python's help() prints, {size:,} characters")
+        return corpus
+
+    def _write_config(self, tokens: str) -> pathlib.Path:
+        path = self.directory / "run.toml"
+        model = "\n".join(f"{name} = {size}" for name, size in _SHAPE.items())
+        path.write_text(
+            f'out = "{self.directory / "run"}"\n\n[model]\npreset = "bytes-6M"\n{model}\n\n'
+            f'[data]\nsources = [{{ place = "{tokens}" }}]\ncontext_length = {_CONTEXT}\n\n'
+            f"[training]\nsteps = {self.steps}\nbatch_size = {_BATCH}\n\n"
+            f"[optimizer]\nlearning_rate = 3e-3\n\n"
+            f"[schedule]\nwarmup_steps = {max(1, self.steps // 20)}\n\n"
+            f"[evaluation]\nevery_steps = {max(1, self.steps // 8)}\n",
+            encoding="utf-8",
+        )
+        return path
+
+    def _plan(
+        self, config: pathlib.Path, calibration: pathlib.Path
+    ) -> tuple[StrategyName, Forecast]:
+        """Returns the strategy with the shortest predicted step, and what is predicted of it."""
+        predicted = {
+            name: forecast(read_config(config, (f"parallel.strategy={name}",)), _RANKS, calibration)
+            for name in _STRATEGIES
+        }
+        times = {name: each.step_time_s or 0.0 for name, each in predicted.items()}
+        best = min(times, key=times.__getitem__)
+        listed = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in times.items())
+        self.say(f"plan: a step should take {listed}; {best} it is")
+        return best, predicted[best]
+
+    def _entry(self, predicted: Forecast) -> HistoryEntry:
+        """Returns the step time: predicted, and measured."""
+        record = list(RecordStore(self.directory / "run" / RECORD).read())[-1]
+        hardware, size = str(record.case["hardware"]), predicted.num_parameters
+        measured, formula = record.metrics["step_time_s"].value, predicted.step_time_s
+        assert formula is not None
+        # Without the run itself, which has been remembered by now.
+        known = [each for each in read_history(history_path()) if each.measured != measured]
+        return HistoryEntry(
+            quantity="step_time_s",
+            run="demo",
+            parameters=size,
+            world_size=_RANKS,
+            threads=int(str(record.case["threads"])),
+            hardware=hardware,
+            formula=formula,
+            predicted=corrected("step_time_s", formula, size, hardware, known),
+            measured=measured,
+        )
+
+    def _call(
+        self, arguments: Sequence[str], lab: Sequence[str] = (), run: pathlib.Path | None = None
+    ) -> str:
+        """Runs a command and returns what it printed; shows where a training run stands."""
+        shown = ["paceline", *lab, *(["paceline"] if lab else []), *arguments]
+        self.say(f"$ {' '.join(shown)}")
+        python = [sys.executable, "-m", "paceline"]
+        command = [*python, *lab, *(python if lab else []), *arguments]
+        log = self.directory / "log.txt"
+        output = self.directory / "output.txt"
+        with log.open("ab") as errors, output.open("wb") as results:
+            process = subprocess.Popen(command, stdout=results, stderr=errors)
+            try:
+                self._follow(process, run)
+            finally:
+                process.kill()
+                process.wait()
+        if process.returncode:
+            raise PacelineError(f"{last_words(log, process.returncode)}; all of it is in {log}")
+        return output.read_text(encoding="utf-8")
+
+    def _follow(self, process: "subprocess.Popen[bytes]", run: pathlib.Path | None) -> None:
+        said = time.monotonic()
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            if run is not None and time.monotonic() - said > _PAUSE_S:
+                said = time.monotonic()
+                self.say(f"  {progress_text(run)}")
