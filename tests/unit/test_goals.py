@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from paceline.cli.start.goals import goals_text
 from paceline.cli.main import main, parse
+from paceline.cli.start.goals import goals_text
 
 
 def test_every_goal_has_a_command_that_parses() -> None:
