@@ -47,7 +47,7 @@ class SweepCommand:
     """Directory of the sweep; runs.jsonl in it is what paceline scaling fit reads."""
     budget: float | None = None
     """FLOPs of all runs of the fit together, at most; unless given, what runs of up to an eighth of
-    the target take, which is about as much as the target."""
+    the target take, which is about a fifth more than the target."""
     epochs: float = 4.0
     """How often a run may see the training text, at most."""
     seed: int = 0

@@ -42,7 +42,7 @@ from paceline.workflows.sweep.rules import Rule
 
 _START_S = 10.0
 """Of a run, until its first step; the sweep will tell."""
-_NUM_REFINING = 8
+_NUM_REFINING = 10
 _NORMAL_90 = 1.645
 
 

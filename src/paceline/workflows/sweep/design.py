@@ -30,7 +30,7 @@ _NUM_EXPLORED = 3
 """Levels whose sizes are chosen before any loss is known."""
 _EXPLORING = (3.0, 5)
 """How far sizes reach from the best one, as a factor, and their number at a level."""
-_REFINING = (2.0, 4)
+_REFINING = (2.0, 5)
 _MORE_SIZES = 3
 """Larger models that may take the place of smaller ones."""
 _TRIES = 4
