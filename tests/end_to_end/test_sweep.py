@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
     planned = paceline(place, *_SWEEP, "--dry-run")
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
-    assert [run["purpose"] for run in runs[:6]] == ["check"] * 6
+    assert [run["purpose"] for run in runs[:8]] == ["rate"] * 8
     assert not (place / "sweep").exists()
     blind = paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
     assert blind.returncode == 2
@@ -48,7 +48,7 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
     ended = {path.parent.name for path in (place / "sweep" / "runs").glob("*/ended.json")}
     whole = paceline(place, *_SWEEP, timeout_s=1500)
     assert whole.returncode == 0, whole.stderr
-    rows = [json.loads(line) for line in whole.stdout.splitlines()][:-2]
+    rows = [json.loads(line) for line in whole.stdout.splitlines()][:-3]
     assert len(rows) >= 16
     assert all(row["outcome"] == "ok" for row in rows)
     for row in rows:
@@ -62,4 +62,4 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
             assert events.count('"name":"started"') == 1
     again = paceline(place, *_SWEEP)
     assert again.stdout == whole.stdout
-    assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 6
+    assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 11

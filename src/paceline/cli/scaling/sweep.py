@@ -46,8 +46,8 @@ class SweepCommand:
     out: pathlib.Path = pathlib.Path("sweep")
     """Directory of the sweep; runs.jsonl in it is what paceline scaling fit reads."""
     budget: float | None = None
-    """FLOPs of all runs of the fit together, at most; unless given, what runs of up to an eighth of
-    the target take, which is about a fifth more than the target."""
+    """FLOPs of all runs together, about; unless given, what runs of up to an eighth of the target
+    take, which is about one and a half times the target."""
     epochs: float = 4.0
     """How often a run may see the training text, at most."""
     seed: int = 0
@@ -88,6 +88,7 @@ class SweepCommand:
     def run(self) -> int:
         """Makes the sweep, or says what it would be."""
         from paceline.training.toml_config import read_config
+        from paceline.workflows.sweep.design import CHECKS, FIT
         from paceline.workflows.sweep.directory import ROWS, SweepDirectory
         from paceline.workflows.sweep.question import require_evaluation
 
@@ -99,7 +100,7 @@ class SweepCommand:
         directory = SweepDirectory(self.out)
         findings = self._make(directory, question, base)
         if self.output.json:
-            for row in (*directory.rows("check"), *directory.rows("fit")):
+            for row in directory.rows(*CHECKS, FIT):
                 print_json(row)
             for finding in findings:
                 print_json(finding)
@@ -126,12 +127,12 @@ class SweepCommand:
 
     def _print_plan(self, question: "Question", base: "RunConfig") -> int:
         from paceline.training.forecast import forecast
-        from paceline.workflows.sweep.design import COST_OF_LARGEST, check_runs, exploring_runs
+        from paceline.workflows.sweep.design import COST_OF_FIT, FIT, exploring_runs, rate_runs
         from paceline.workflows.sweep.directory import run_config
         from paceline.workflows.sweep.rules import Rule
         from paceline.workflows.sweep.table import plan_table
 
-        runs = [*check_runs(question), *exploring_runs(question, Rule())]
+        runs = [*rate_runs(question), *exploring_runs(question, Rule())]
         times = [
             forecast(run_config(base, run, self.out), self.ranks, self.calibration).duration_s
             for run in runs
@@ -141,9 +142,9 @@ class SweepCommand:
                 print_json(run)
             return 0
         stdout_console().print(plan_table(runs, times))
-        left = COST_OF_LARGEST * question.largest - sum(
-            run.flops for run in runs if run.purpose == "fit"
-        )
+        if self.calibration is None:
+            say("times: --calibration names records of paceline calibrate")
+        left = COST_OF_FIT * question.largest - sum(run.flops for run in runs if run.purpose == FIT)
         sys.stdout.write(
             f"then about {left:.3g} FLOPs on runs of up to {question.largest:.3g}, about the sizes "
             "that these losses favour\n"

@@ -14,7 +14,7 @@ from paceline.scaling.fits.held_out import RUNS_REPEAT_TO
 from paceline.scaling.fits.prediction import predict
 from paceline.scaling.surface import tokens_for
 from paceline.workflows.loop.directory import ChosenModel, LoopQuestion, RuleOfThumb
-from paceline.workflows.sweep.design import find_shape, planned_run
+from paceline.workflows.sweep.design import FINAL, find_shape, planned_run
 from paceline.workflows.sweep.directory import ROWS, SweepDirectory
 from paceline.workflows.sweep.rules import Rule
 
@@ -25,7 +25,6 @@ _WIDEST_LOSS = 0.05
 """Half of the interval of the loss, relative; beyond it a prediction is none."""
 _WIDEST_SIZE = 10.0
 """Upper over lower end of the interval of N."""
-FINAL = "final"
 
 
 class LoopStoppedError(PacelineError):

@@ -11,7 +11,7 @@ from paceline.records.environment import threads_per_rank
 from paceline.training.forecast import forecast
 from paceline.workflows.loop.directory import ChosenLayout, ChosenModel
 from paceline.workflows.sweep.cost import expected_time_s
-from paceline.workflows.sweep.design import PlannedRun
+from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun
 from paceline.workflows.sweep.directory import RunRow, SweepDirectory, run_config
 
 
@@ -35,7 +35,7 @@ def sweep_entries(
     hardware = str(known[0].topology["hardware"])
     state, base = sweep.state(), sweep.base()
     at_once = state.at_once or 1
-    rows = {row.name: row for purpose in ("check", "fit") for row in sweep.rows(purpose)}
+    rows = {row.name: row for row in sweep.rows(*CHECKS, FIT)}
     made: list[HistoryEntry] = []
     before: list[RunRow] = []
     for run in state.runs:

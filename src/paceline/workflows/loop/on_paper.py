@@ -26,23 +26,25 @@ from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.surface import tokens_for
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
-from paceline.workflows.loop.choose import FINAL
 from paceline.workflows.loop.directory import LoopQuestion
 from paceline.workflows.sweep.design import (
+    COST_OF_FIT,
     COST_OF_LARGEST,
+    FINAL,
+    FIT,
     PlannedRun,
     Question,
-    check_runs,
     exploring_runs,
     find_shape,
     planned_run,
+    rate_runs,
 )
 from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule
 
 _START_S = 10.0
 """Of a run, until its first step; the sweep will tell."""
-_NUM_REFINING = 10
+_NUM_REFINING = 13
 _NORMAL_90 = 1.645
 
 
@@ -60,7 +62,7 @@ def expected_final(question: LoopQuestion) -> PlannedRun:
 
 def first_runs(question: Question) -> list[PlannedRun]:
     """Returns the runs of a sweep that are planned before any loss is known."""
-    return [*check_runs(question), *exploring_runs(question, Rule())]
+    return [*rate_runs(question), *exploring_runs(question, Rule())]
 
 
 def expected_seconds(
@@ -80,8 +82,8 @@ def expected_seconds(
         forecast(run_config(base, run, place), 1, calibration, at_once=at_once).duration_s or 0.0
         for run in runs
     ]
-    fitted = sum(run.flops for run in runs if run.purpose == "fit")
-    refining = COST_OF_LARGEST * question.sweep.largest - fitted
+    fitted = sum(run.flops for run in runs if run.purpose == FIT)
+    refining = COST_OF_FIT * question.sweep.largest - fitted
     per_flop = sum(times) / sum(run.flops for run in runs)
     starts = (len(runs) + _NUM_REFINING) * _START_S
     final = forecast(run_config(base, expected_final(question), place), at_once, calibration)

@@ -35,11 +35,11 @@ from paceline.workflows.loop.directory import (
 from paceline.workflows.loop.entries import run_entries, sweep_entries
 from paceline.workflows.loop.layout import choose_layout, final_config
 from paceline.workflows.loop.on_paper import expected_final, expected_seconds
-from paceline.workflows.sweep.design import exploring_runs
+from paceline.workflows.sweep.design import CHECKS, FIT, exploring_runs
 from paceline.workflows.sweep.directory import read_ending
 from paceline.workflows.sweep.executors import Executor
 from paceline.workflows.sweep.rules import Rule
-from paceline.workflows.sweep.run import SweepRunner, judge_rule
+from paceline.workflows.sweep.run import SweepRunner
 from paceline.workflows.sweep.task import RunTask
 
 Models = Sequence[tuple[ModelShape, BatchShape]]
@@ -137,8 +137,8 @@ class LoopRunner:
 
     def _choose(self, question: LoopQuestion, rule_findings: Sequence[Finding]) -> ChosenModel:
         def choose() -> ChosenModel:
-            _, rule = judge_rule(self.directory.sweep.rows("check"))
-            return choose_model(question, fit_sweep(self.directory.sweep), rule, rule_findings)
+            found, rule = fit_sweep(self.directory.sweep), self.sweep.rule()
+            return choose_model(question, found, rule, rule_findings)
 
         model = self.directory.once(MODEL, ChosenModel, choose)
         run, shape = model.run, model.run.shape
@@ -168,7 +168,7 @@ class LoopRunner:
             calibration = self._calibrated(
                 "run", lambda ranks: [(run.shape, _rank_batch(base, run.batch_size, ranks))]
             )
-            rows = [row for each in ("check", "fit") for row in self.directory.sweep.rows(each)]
+            rows = self.directory.sweep.rows(*CHECKS, FIT)
             history = read_history(self.history)
             return choose_layout(base, run, self.ranks, calibration, rows, history)
 
@@ -218,7 +218,7 @@ class LoopRunner:
             assert ending is not None
             record = list(RecordStore(self.directory.run / RECORD).read())[-1]
             sweep = self.directory.sweep
-            rows = [row for purpose in ("check", "fit") for row in sweep.rows(purpose)]
+            rows = sweep.rows(*CHECKS, FIT)
             return Outcome(
                 entries=tuple(run_entries(model, layout, record, ending.time_s, self._name)),
                 sweep_flops=sum(row.flops for row in rows),

@@ -37,7 +37,7 @@ def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
     rows = (
         (
             "sweep",
-            f"{len(plan.sweep)} runs, then about 10 more: {plan.sweep_flops:.3g} FLOPs "
+            f"{len(plan.sweep)} runs, then about 13 more: {plan.sweep_flops:.3g} FLOPs "
             f"({plan.exploration:.1%} of the budget), {plan.sweep_days:.3g} days",
             "the same MFU as the large run is assumed",
         ),

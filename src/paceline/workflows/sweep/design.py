@@ -31,16 +31,26 @@ _NUM_EXPLORED = 3
 _EXPLORING = (3.0, 5)
 """How far sizes reach from the best one, as a factor, and their number at a level."""
 _REFINING = (2.0, 5)
+RATE, BATCH, FIT, FINAL = "rate", "batch", "fit", "final"
+"""What a run is for: checking learning rates, checking batches, the fit, or the chosen model."""
+CHECKS = (RATE, BATCH)
+_LARGER = 3.0
+"""Times the expected best size, for the larger model whose learning rate is checked."""
 _MORE_SIZES = 3
 """Larger models that may take the place of smaller ones."""
 _TRIES = 4
 _NEAR = math.log(1.5)
 """A model whose size is off by more is another one."""
-COST_OF_LARGEST = sum(
+COST_OF_FIT = sum(
     (_EXPLORING if level < _NUM_EXPLORED else _REFINING)[1] / 2 ** (_NUM_LEVELS - 1 - level)
     for level in range(_NUM_LEVELS)
 )
-"""FLOPs of all runs over those of one of the largest."""
+"""FLOPs of all runs of the fit over those of one of the largest."""
+COST_OF_LARGEST = COST_OF_FIT + sum(
+    (1 + len(varied)) / 2 ** (_NUM_LEVELS - 1 - level)
+    for level, varied in ((1, VARIED_RATES), (2, VARIED_RATES), (1, VARIED_BATCHES))
+)
+"""FLOPs of all runs, the check's included, over those of one of the largest."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +81,7 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Unique in a sweep; the name of its directory."""
     purpose: str
-    """fit; check where it varies the rule; final for the model that a fit has chosen."""
+    """One of rate, batch, fit and final."""
     shape: ModelShape
     steps: int
     batch_size: int
@@ -97,22 +107,37 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.flops / float(compute_for(1.0, self.tokens))
 
 
-def check_runs(question: Question) -> list[PlannedRun]:
-    """Returns one small run and its variations in learning rate and batch."""
-    flops = question.levels[1]
-    best = float(learn_from(None).surface.optimal_parameters(flops))
-    shape = find_shape(question, best)
-    if shape is None:
+def rate_runs(question: Question) -> list[PlannedRun]:
+    """Returns a small model and a larger one, each with several learning rates."""
+    rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED_RATES)]
+    runs = [
+        planned_run(question, "", RATE, shape, flops, rule)
+        for shape, flops in _checked_models(question)
+        for rule in rules
+    ]
+    return _named(runs, 0, RATE)
+
+
+def batch_runs(question: Question, rule: Rule) -> list[PlannedRun]:
+    """Returns the small model with several batches, at the learning rate that was found."""
+    shape, flops = _checked_models(question)[0]
+    rules = [rule, *(rule.varied(batch=factor) for factor in VARIED_BATCHES)]
+    runs = [planned_run(question, "", BATCH, shape, flops, each) for each in rules]
+    return _named(runs, 0, BATCH)
+
+
+def _checked_models(question: Question) -> list[tuple[ModelShape, float]]:
+    """Returns the models of the check with their FLOPs; the larger one only if it is another."""
+    surface = learn_from(None).surface
+    small, large = question.levels[1:3]
+    first = find_shape(question, float(surface.optimal_parameters(small)))
+    second = find_shape(question, _LARGER * float(surface.optimal_parameters(large)))
+    if first is None:
         raise UsageError(
             f"the smallest model with a vocabulary of {question.vocab_size} is too large for runs "
-            f"of {flops:.3g} FLOPs; give a larger --target"
+            f"of {small:.3g} FLOPs; give a larger --target"
         )
-    rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED_RATES)]
-    rules += [Rule().varied(batch=factor) for factor in VARIED_BATCHES]
-    return [
-        planned_run(question, f"check-{number:02d}", "check", shape, flops, rule)
-        for number, rule in enumerate(rules, start=1)
-    ]
+    return [(first, small), *([] if second in (None, first) else [(second, large)])]
 
 
 def exploring_runs(question: Question, rule: Rule) -> list[PlannedRun]:
@@ -120,7 +145,7 @@ def exploring_runs(question: Question, rule: Rule) -> list[PlannedRun]:
     levels = question.levels[:_NUM_EXPLORED]
     runs = _runs(question, learn_from(None), rule, levels, _EXPLORING)
     # What is published of other texts and vocabularies says nothing of this one's loss.
-    return _named(runs, 0)
+    return _named(runs, 0, FIT)
 
 
 def refining_runs(
@@ -140,12 +165,12 @@ def refining_runs(
         msgspec.structs.replace(run, expected_loss=belief.loss(run.fitted_parameters, run.tokens))
         for run in runs
     ]
-    return _named(expected, num_before)
+    return _named(expected, num_before, FIT)
 
 
-def _named(runs: list[PlannedRun], num_before: int) -> list[PlannedRun]:
+def _named(runs: list[PlannedRun], num_before: int, purpose: str) -> list[PlannedRun]:
     return [
-        msgspec.structs.replace(run, name=f"fit-{number:02d}")
+        msgspec.structs.replace(run, name=f"{purpose}-{number:02d}")
         for number, run in enumerate(runs, start=num_before + 1)
     ]
 
@@ -174,7 +199,7 @@ def _runs(
             shape = find_shape(question, float(size))
             if shape is None:
                 continue
-            run = planned_run(question, "", "fit", shape, flops, rule)
+            run = planned_run(question, "", FIT, shape, flops, rule)
             if question.most_tokens is None or run.tokens <= question.most_tokens:
                 here[run.parameters] = run
         found += here.values()
@@ -225,6 +250,6 @@ def planned_run(
         tokens=tokens,
         flops=per_token * tokens,
         seed=question.seed,
-        learning_rate_factor=rule.learning_rate_factor,
+        learning_rate_factor=rule.rate_factor(parameters),
         batch_factor=rule.batch_factor,
     )

@@ -24,7 +24,7 @@ from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import ModelConfig, RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import encode_config, read_config
-from paceline.workflows.sweep.design import PlannedRun, Question
+from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, Question
 
 ROWS = "runs.jsonl"
 _CHECKS = "checks.jsonl"
@@ -148,15 +148,15 @@ class SweepDirectory:
         """Returns the runs that have not ended."""
         return [run for run in runs if self.ending(run) is None]
 
-    def rows(self, purpose: str) -> list[RunRow]:
-        """Returns the runs of a purpose that have ended, in the order of the plan."""
-        rows = (self._row(run) for run in self.state().runs if run.purpose == purpose)
+    def rows(self, *purposes: str) -> list[RunRow]:
+        """Returns the runs of some purposes that have ended, in the order of the plan."""
+        rows = (self._row(run) for run in self.state().runs if run.purpose in purposes)
         return [row for row in rows if row is not None]
 
     def write_rows(self) -> None:
         """Writes what has ended for `paceline scaling fit`, and the check beside it."""
-        for purpose, name in (("fit", ROWS), ("check", _CHECKS)):
-            lines = [msgspec.json.encode(row) + b"\n" for row in self.rows(purpose)]
+        for purposes, name in (((FIT,), ROWS), (CHECKS, _CHECKS)):
+            lines = [msgspec.json.encode(row) + b"\n" for row in self.rows(*purposes)]
             _write(self.path / name, b"".join(lines))
 
     def _row(self, run: PlannedRun) -> RunRow | None:

@@ -1,8 +1,9 @@
 """The learning rate and batch of every run of a sweep, and whether the rule holds.
 
 Step Law (arXiv 2503.04715) gives both from parameters and tokens. It was fitted to models of 60M
-parameters and more, so a sweep first varies both about what it says, on one small run, and shifts
-the rule by the factors that the losses of these runs ask for.
+parameters and more, so a sweep first varies the learning rate about what it says, for a small model
+and for a larger one, and multiplies the law by the factors that their losses ask for, with a power
+of N between them. Then it varies the batch, with that learning rate.
 """
 
 import dataclasses
@@ -25,6 +26,8 @@ VARIED_BATCHES = (0.5, 2.0)
 _POINTS = 3
 _FARTHER = 2.0
 """A parabola through three points tells little farther beyond them than this factor."""
+_STEEPEST = 0.7
+"""Power of N that the check may add: the law's own is -0.713."""
 _WORTH_SAYING = 0.005
 """Relative gain in loss from which a finding asks for a change."""
 
@@ -48,9 +51,16 @@ class Rule:
     """Step Law, times two factors."""
 
     learning_rate_factor: float = 1.0
-    """What the law's learning rate is multiplied by."""
+    """What the law's learning rate is multiplied by, for a model of `size` parameters."""
+    size: float = 1.0
+    slope: float = 0.0
+    """Power of parameters over `size` that the learning rate is multiplied by as well."""
     batch_factor: float = 1.0
     """What the law's batch is multiplied by."""
+
+    def rate_factor(self, parameters: float) -> float:
+        """Returns what the law's learning rate is multiplied by for a model."""
+        return self.learning_rate_factor * math.pow(parameters / self.size, self.slope)
 
     def apply(self, parameters: float, tokens: float, context_length: int) -> Hyperparameters:
         """Returns the hyperparameters of a run of so many parameters and about so many tokens."""
@@ -59,7 +69,8 @@ class Rule:
         batch_size = max(1, round(min(wanted, most) / context_length))
         steps = max(1, round(tokens / (batch_size * context_length)))
         return Hyperparameters(
-            learning_rate=self.learning_rate_factor * suggested_learning_rate(parameters, tokens),
+            learning_rate=self.rate_factor(parameters)
+            * suggested_learning_rate(parameters, tokens),
             batch_size=batch_size,
             warmup_steps=min(steps, max(1, round(_WARMUP * steps))),
             steps=steps,
@@ -67,10 +78,24 @@ class Rule:
 
     def varied(self, *, learning_rate: float = 1.0, batch: float = 1.0) -> "Rule":
         """Returns the rule with its factors multiplied."""
-        return Rule(
+        return dataclasses.replace(
+            self,
             learning_rate_factor=self.learning_rate_factor * learning_rate,
             batch_factor=self.batch_factor * batch,
         )
+
+
+def rule_of_rates(best: Mapping[float, float]) -> Rule:
+    """Returns the rule from the best factor of each model that was checked, by its parameters."""
+    sizes = sorted(best)
+    slope = 0.0
+    if len(sizes) > 1:
+        slope = math.log(best[sizes[-1]] / best[sizes[0]]) / math.log(sizes[-1] / sizes[0])
+    return Rule(
+        learning_rate_factor=best[sizes[0]],
+        size=sizes[0],
+        slope=min(max(slope, -_STEEPEST), _STEEPEST),
+    )
 
 
 def best_factor(losses: Mapping[float, float]) -> float:

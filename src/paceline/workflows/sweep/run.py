@@ -15,10 +15,14 @@ from paceline.core.finding import Finding
 from paceline.scaling.runs.sweep import Sweep, sweep_from_rows
 from paceline.training.config import RunConfig
 from paceline.workflows.sweep.design import (
+    BATCH,
+    FIT,
+    RATE,
     PlannedRun,
     Question,
-    check_runs,
+    batch_runs,
     exploring_runs,
+    rate_runs,
     refining_runs,
 )
 from paceline.workflows.sweep.directory import (
@@ -30,7 +34,7 @@ from paceline.workflows.sweep.directory import (
     write_ending,
 )
 from paceline.workflows.sweep.executors import Executor
-from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding
+from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding, rule_of_rates
 from paceline.workflows.sweep.task import RunTask
 
 _MOST_ATTEMPTS = 3
@@ -64,19 +68,29 @@ class SweepRunner:
 
     def run(self, question: Question, base: RunConfig) -> list[Finding]:
         """Makes all runs that are missing; returns what the check of the rule has found."""
-        if not self.directory.begin(question, base).runs:
-            self._plan(check_runs(question))
-        self._make("check")
-        findings, rule = judge_rule(self.directory.rows("check"))
-        if all(run.purpose == "check" for run in self.directory.state().runs):
-            self._plan(exploring_runs(question, rule))
-        self._make("fit")
+        self.directory.begin(question, base)
+        self._once(RATE, lambda: rate_runs(question))
+        rate_findings, rule = judge_rates(self.directory.rows(RATE))
+        self._once(BATCH, lambda: batch_runs(question, rule))
+        batch_finding, rule = judge_batches(self.directory.rows(BATCH), rule)
+        self._once(FIT, lambda: exploring_runs(question, rule))
         if not self.directory.state().is_refined:
-            rows = self.directory.rows("fit")
+            rows = self.directory.rows(FIT)
             refined = refining_runs(question, rule, self._sweep(rows), num_before=len(rows))
             self._plan(refined, is_refined=True)
-        self._make("fit")
-        return findings
+        self._make(FIT)
+        return [*rate_findings, batch_finding]
+
+    def rule(self) -> Rule:
+        """Returns the learning rates and batches that the check has come to."""
+        _, rule = judge_rates(self.directory.rows(RATE))
+        return judge_batches(self.directory.rows(BATCH), rule)[1]
+
+    def _once(self, purpose: str, plan: Callable[[], Sequence[PlannedRun]]) -> None:
+        """Plans the runs of a purpose, unless they are planned, and makes those that are open."""
+        if all(run.purpose != purpose for run in self.directory.state().runs):
+            self._plan(plan())
+        self._make(purpose)
 
     def _plan(self, runs: Sequence[PlannedRun], *, is_refined: bool = False) -> None:
         """Writes runs down before the first of them begins."""
@@ -124,23 +138,44 @@ class SweepRunner:
         return sweep_from_rows(raw, str(self.directory.path / ROWS))
 
 
-def judge_rule(rows: Sequence[RunRow]) -> tuple[list[Finding], Rule]:
-    """Returns what the check has found, and the rule that the other runs follow."""
-    losses = {
-        (row.learning_rate_factor, row.batch_factor): row.final_loss
+def judge_rates(rows: Sequence[RunRow]) -> tuple[list[Finding], Rule]:
+    """Returns what the check of learning rates has found, and the rule that follows from it."""
+    findings: list[Finding] = []
+    best: dict[float, float] = {}
+    for size in sorted({row.num_parameters for row in rows}):
+        losses = _losses([row for row in rows if row.num_parameters == size], RATE)
+        if 1.0 not in losses:
+            if not best:
+                raise _nothing_to_compare(rows)
+            continue  # The larger model alone has failed: one size has no slope.
+        best[float(size)] = best_factor(losses)
+        what = f"learning rate of {size:,} parameters"
+        findings.append(rule_finding("learning_rate_rule", what, losses, best[float(size)]))
+    return findings, rule_of_rates(best)
+
+
+def judge_batches(rows: Sequence[RunRow], rule: Rule) -> tuple[Finding, Rule]:
+    """Returns what the check of batches has found, and the rule with it."""
+    losses = _losses(rows, BATCH)
+    if 1.0 not in losses:
+        raise _nothing_to_compare(rows)
+    factor = best_factor(losses)
+    finding = rule_finding("batch_rule", "batch", losses, factor)
+    return finding, dataclasses.replace(rule, batch_factor=factor)
+
+
+def _losses(rows: Sequence[RunRow], purpose: str) -> dict[float, float]:
+    """Returns the losses of runs by the factor that was varied."""
+    return {
+        row.learning_rate_factor if purpose == RATE else row.batch_factor: row.final_loss
         for row in rows
         if row.final_loss is not None
     }
-    if (1.0, 1.0) not in losses:
-        reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows if row.reason)
-        raise SweepFailedError(
-            f"the run of the rule itself has no loss, so nothing can be compared ({reasons}); "
-            "see its log.txt"
-        )
-    rates = {rate: loss for (rate, batch), loss in losses.items() if batch == 1.0}
-    batches = {batch: loss for (rate, batch), loss in losses.items() if rate == 1.0}
-    rule = Rule(learning_rate_factor=best_factor(rates), batch_factor=best_factor(batches))
-    return [
-        rule_finding("learning_rate_rule", "learning rate", rates, rule.learning_rate_factor),
-        rule_finding("batch_rule", "batch", batches, rule.batch_factor),
-    ], rule
+
+
+def _nothing_to_compare(rows: Sequence[RunRow]) -> SweepFailedError:
+    reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows if row.reason)
+    return SweepFailedError(
+        f"the run of the rule itself has no loss, so nothing can be compared ({reasons}); see its "
+        "log.txt"
+    )

@@ -7,7 +7,7 @@ from paceline.core.units import format_seconds
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.workflows.sweep.cost import expected_time_s
-from paceline.workflows.sweep.design import PlannedRun
+from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun
 from paceline.workflows.sweep.directory import RunRow, SweepDirectory
 
 _HEADERS = (
@@ -18,7 +18,7 @@ _HEADERS = (
 
 def sweep_table(directory: SweepDirectory) -> Table:
     """Returns every planned run, with what was expected of it and what came of it."""
-    rows = {row.name: row for purpose in ("check", "fit") for row in directory.rows(purpose)}
+    rows = {row.name: row for row in directory.rows(*CHECKS, FIT)}
     runs = directory.state().runs
     ended = list(rows.values())
     spent = sum(row.flops for row in ended)
@@ -41,7 +41,6 @@ def plan_table(runs: Sequence[PlannedRun], times_s: Sequence[float | None]) -> T
         headers=(*_HEADERS[:6], "expected time") if has_times else _HEADERS[:6],
         rows=tuple((*_size(run), *time) for run, time in zip(runs, times, strict=True)),
         caption=f"{len(runs)} runs, {sum(run.flops for run in runs):.3g} FLOPs",
-        notes=() if has_times else ("times: --calibration names records of paceline calibrate",),
     )
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
-from paceline.workflows.sweep.design import check_runs, exploring_runs
+from paceline.workflows.sweep.design import batch_runs, exploring_runs, rate_runs
 from paceline.workflows.sweep.directory import run_config
-from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding
+from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding, rule_of_rates
 from tests.unit.workflows.sweep.fake_runs import BASE, QUESTION
 
 
@@ -50,7 +50,7 @@ def test_runs_keep_the_budget_and_can_be_built(
 
 
 def test_the_config_of_a_run_is_its_model() -> None:
-    for run in (*check_runs(QUESTION), *exploring_runs(QUESTION, Rule())):
+    for run in (*rate_runs(QUESTION), *exploring_runs(QUESTION, Rule())):
         config = run_config(BASE, run, pathlib.Path("run"))
         shape = config.model.shape
         assert (shape.head_width, shape.num_kv_heads) == (run.shape.head_width, run.shape.num_heads)
@@ -69,24 +69,33 @@ def test_runs_see_the_text_as_often_as_is_allowed() -> None:
 
 
 def test_the_check_varies_one_thing_at_a_time() -> None:
-    rule, *others = check_runs(QUESTION)
-    for run in others:
-        differs = [
-            name
-            for name in ("learning_rate_factor", "batch_factor")
-            if getattr(run, name) != getattr(rule, name)
-        ]
-        assert len(differs) == 1
-        assert run.shape == rule.shape
-        assert run.tokens == pytest.approx(rule.tokens, rel=0.01)
-    assert others[0].learning_rate == pytest.approx(rule.learning_rate / 4)
-    assert others[3].batch_size * 2 == rule.batch_size
+    rates = rate_runs(QUESTION)
+    assert len({run.shape for run in rates}) == 2
+    for runs, name in ((rates[:4], "learning_rate_factor"), (rates[4:], "learning_rate_factor")):
+        assert [getattr(run, name) for run in runs] == [1, 0.25, 0.5, 2]
+        assert len({(run.shape, run.tokens, run.batch_factor) for run in runs}) == 1
+    assert rates[4].parameters > 2 * rates[0].parameters
+    assert rates[1].learning_rate == pytest.approx(rates[0].learning_rate / 4)
+    rule, half, twice = batch_runs(QUESTION, Rule(learning_rate_factor=0.5))
+    assert (half.batch_size * 2, twice.batch_size) == (rule.batch_size, rule.batch_size * 2)
+    assert rule.learning_rate == pytest.approx(rates[0].learning_rate / 2)
+    assert {run.shape for run in (rule, half, twice)} == {rates[0].shape}
+
+
+def test_the_rule_goes_through_the_best_factor_of_both_sizes() -> None:
+    rule = rule_of_rates({1e5: 0.4, 8e5: 0.8})
+    assert rule.rate_factor(1e5) == pytest.approx(0.4)
+    assert rule.rate_factor(8e5) == pytest.approx(0.8)
+    assert rule.rate_factor(64e5) == pytest.approx(1.6)
+    assert rule_of_rates({1e5: 0.4}).rate_factor(1e9) == pytest.approx(0.4)
+    # No steeper than the law itself, whatever two noisy losses say.
+    assert rule_of_rates({1e5: 0.1, 2e5: 4.0}).slope == 0.7
 
 
 def test_a_check_that_no_model_is_small_enough_for() -> None:
     tiny = msgspec.structs.replace(QUESTION, largest=1e9)
     with pytest.raises(UsageError, match="give a larger --target"):
-        check_runs(tiny)
+        rate_runs(tiny)
 
 
 @pytest.mark.parametrize("best", [0.5, 0.8, 1.0, 1.7, 3.0])

@@ -30,10 +30,13 @@ def _runner(path: pathlib.Path, executor: FakeExecutor) -> SweepRunner:
 def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor()
     runner = _runner(tmp_path, executor)
-    rate, _batch = runner.run(QUESTION, BASE)
-    assert len(executor.made) == len(set(executor.made)) >= 16 + 6
+    small, large, _batch = runner.run(QUESTION, BASE)
+    assert len(executor.made) == len(set(executor.made)) >= 16 + 11
     # The rule's learning rate is twice the best one, and the other runs know it.
-    assert rate.figures["factor"] == pytest.approx(0.5, rel=0.3)
+    for rate in (small, large):
+        assert rate.figures["factor"] == pytest.approx(0.5, rel=0.3)
+    rule = runner.rule()
+    assert rule.rate_factor(1e6) == pytest.approx(0.5, rel=0.3)
     found = fit(read_sweep(tmp_path / ROWS), num_draws=50)
     sizes, _ = found.parametric.optimum([QUESTION.target])
     assert float(sizes[0]) == pytest.approx(
@@ -85,8 +88,10 @@ def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: 
 
 
 def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=["check-03", "fit-02"]))
+    runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-05", "fit-02"]))
     runner.run(QUESTION, BASE)
+    # Without the larger model at the rule itself there is no slope.
+    assert runner.rule().slope == 0
     rows = {row.name: row for row in runner.directory.rows("fit")}
     assert rows["fit-02"].outcome == "diverged"
     assert rows["fit-02"].final_loss is None
@@ -104,9 +109,12 @@ def test_a_run_that_is_always_killed_fails_after_three_attempts(tmp_path: pathli
     assert (row.outcome, row.reason) == ("failed", "killed 3 times")
 
 
-def test_without_the_rules_own_run_nothing_can_be_compared(tmp_path: pathlib.Path) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=["check-01"]))
-    with pytest.raises(SweepFailedError, match="check-01: not finite"):
+@pytest.mark.parametrize("run", ["rate-01", "batch-01"])
+def test_without_the_rules_own_run_nothing_can_be_compared(
+    tmp_path: pathlib.Path, run: str
+) -> None:
+    runner = _runner(tmp_path, FakeExecutor(failing=[run]))
+    with pytest.raises(SweepFailedError, match=f"{run}: not finite"):
         runner.run(QUESTION, BASE)
 
 
