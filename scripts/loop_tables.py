@@ -7,6 +7,7 @@ from paceline.prediction.history import coverage
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
+from paceline.scaling.experiments.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import LoopDirectory, Outcome
 
@@ -34,8 +35,9 @@ def draw_target() -> "Figure":
     model = directory.model()
     assert model is not None
     (loss,) = [entry for entry in _outcome(directory).entries if entry.quantity == "heldout_loss"]
-    budget = directory.question().budget
-    return plot_target(fit_sweep(directory.sweep), budget, model.loss, loss.measured)
+    found = fit_sweep(directory.sweep)
+    belief, budget = learn_from(found.runs), directory.question().budget
+    return plot_target(found, belief, budget, model.loss, loss.measured)
 
 
 def draw_errors() -> "Figure":

@@ -1,17 +1,20 @@
-"""From the losses of a sweep to the model that a budget is spent on."""
+"""From the losses of a sweep to the model that a budget is spent on.
+
+The surface that answers is the most probable one given the runs and what is published: thirty small
+runs leave the irreducible loss open, which decides how far a fit of them alone reaches, and all
+published surfaces together do not. The methods of `paceline scaling fit` stand beside it, and what
+they find wrong with the runs is told.
+"""
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
-from paceline.scaling.checks.claims import check_allocation
-from paceline.scaling.fits.held_out import RUNS_REPEAT_TO
-from paceline.scaling.fits.prediction import predict
+from paceline.scaling.experiments.candidates import learn_from
+from paceline.scaling.experiments.design import Belief
 from paceline.scaling.surface import tokens_for
 from paceline.workflows.loop.directory import ChosenModel, LoopQuestion, RuleOfThumb
 from paceline.workflows.sweep.design import FINAL, find_shape, planned_run
@@ -47,11 +50,10 @@ def choose_model(
         rule: Learning rate and batch, as the sweep's runs had them.
         rule_findings: What the check of the rule has found.
     """
-    budget = np.array([question.budget])
-    answer = predict(found.chosen, budget)
-    parameters = answer.parameters.at(0)
-    loss = with_noise(answer.loss.at(0), found)
-    extrapolation = question.budget / float(found.sweep.compute.max())
+    belief = learn_from(found.runs)
+    parameters = best_size(belief, question.budget)
+    loss = best_loss(belief, question.budget)
+    extrapolation = question.budget / float(found.runs.compute.max())
     findings = (*rule_findings, *diagnose(found, [question.budget]))
     _require_certain(parameters, loss, findings)
     shape = find_shape(question.sweep, parameters.value)
@@ -70,33 +72,26 @@ def choose_model(
     return ChosenModel(
         run=run,
         parameters=parameters,
-        loss=loss,
-        method=found.choice.method,
+        loss=belief.loss(run.fitted_parameters, run.tokens),
+        noise=belief.noise,
         reason=found.choice.reason,
         extrapolation=extrapolation,
         findings=findings,
-        rule_of_thumb=_rule_of_thumb(question.budget, found),
+        rule_of_thumb=_rule_of_thumb(question.budget, belief),
     )
 
 
-def with_noise(loss: Estimate, found: ScalingFit) -> Estimate:
-    """Widens the interval of a curve to that of one run on it.
+def best_size(belief: Belief, budget: float) -> Estimate:
+    """Returns the best N for a budget, with the 90% interval of what is known of it."""
+    size = float(belief.surface.optimal_parameters(budget))
+    factor = math.exp(_NORMAL_90 * belief.log_size_deviation(budget))
+    return Estimate(value=size, low=size / factor, high=size * factor)
 
-    A run scatters about the curve, at least as far as runs repeat, and the method was off by so
-    much at the budgets that it was not shown.
-    """
-    noise = found.parametric.noise if found.has_surface else 0.0
-    apart = max(_NORMAL_90 * noise, RUNS_REPEAT_TO, found.choice.error or 0.0)
 
-    def wider(end: float | None) -> float:
-        fitted = 0.0 if end is None else math.log(end / loss.value)
-        return math.hypot(fitted, apart)
-
-    return Estimate(
-        value=loss.value,
-        low=loss.value * math.exp(-wider(loss.low)),
-        high=loss.value * math.exp(wider(loss.high)),
-    )
+def best_loss(belief: Belief, budget: float) -> Estimate:
+    """Returns the loss of a run of that size, with the 90% interval for one run."""
+    size = float(belief.surface.optimal_parameters(budget))
+    return belief.loss(size, float(tokens_for(budget, size)))
 
 
 def _require_certain(parameters: Estimate, loss: Estimate, findings: Sequence[Finding]) -> None:
@@ -119,9 +114,10 @@ def _require_certain(parameters: Estimate, loss: Estimate, findings: Sequence[Fi
         )
 
 
-def _rule_of_thumb(budget: float, found: ScalingFit) -> RuleOfThumb | None:
-    if not found.has_surface:
-        return None
+def _rule_of_thumb(budget: float, belief: Belief) -> RuleOfThumb:
     parameters = math.sqrt(budget / (6 * TOKENS_PER_PARAMETER))
-    cost, _ = check_allocation(found, budget, parameters, float(tokens_for(budget, parameters)))
-    return RuleOfThumb(parameters=parameters, loss=cost.loss, wasted=cost.wasted)
+    return RuleOfThumb(
+        parameters=parameters,
+        loss=float(belief.surface.loss(parameters, tokens_for(budget, parameters))),
+        wasted=float(belief.surface.wasted_compute(budget, [parameters])[0]),
+    )

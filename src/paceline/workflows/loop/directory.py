@@ -70,7 +70,7 @@ class LoopQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RuleOfThumb(msgspec.Struct, frozen=True, kw_only=True):
-    """What 20 tokens per parameter would have come to, by the fitted surface."""
+    """What 20 tokens per parameter would have come to, by the same surface."""
 
     parameters: float
     loss: float
@@ -87,16 +87,15 @@ class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
     """The best N by the fit."""
     loss: Estimate
     """Held-out loss that the run should end with."""
-    method: str
-    """Of the fit that answers."""
+    noise: float
+    """Relative deviation of single runs from the surface."""
     reason: str
-    """Why that method."""
+    """What the methods of `paceline scaling fit` make of the same runs, and how they held."""
     extrapolation: float
     """The budget over the largest run of the sweep."""
     findings: tuple[Finding, ...]
     """What is doubtful about the fit, and what the check of the learning rate said."""
-    rule_of_thumb: RuleOfThumb | None
-    """None where the runs lie on no surface."""
+    rule_of_thumb: RuleOfThumb
 
 
 class LayoutCandidate(msgspec.Struct, frozen=True, kw_only=True):

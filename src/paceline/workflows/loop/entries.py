@@ -3,11 +3,13 @@
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.prediction.calibration_records import calibrations
 from paceline.prediction.history import HistoryEntry, Quantity, corrected
 from paceline.records import Record, RecordStore
 from paceline.records.environment import threads_per_rank
+from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
 from paceline.workflows.loop.directory import ChosenLayout, ChosenModel
 from paceline.workflows.sweep.cost import expected_time_s
@@ -43,13 +45,10 @@ def sweep_entries(
         if row is None or row.outcome != "ok":
             continue
         config = run_config(base, run, sweep.run_directory(run))
-        predicted = forecast(config, ranks, calibration, at_once=at_once)
+        step_time_s, memory_bytes = _formulas(config, ranks, calibration, at_once)
         formulas: dict[Quantity, tuple[float | None, float | None]] = {
-            "step_time_s": (predicted.step_time_s, row.step_time_s),
-            "memory_bytes": (
-                None if predicted.memory is None else predicted.memory.total,
-                row.memory_bytes,
-            ),
+            "step_time_s": (step_time_s, row.step_time_s),
+            "memory_bytes": (memory_bytes, row.memory_bytes),
         }
         earlier = [*history, *made]
         expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]] = {
@@ -74,6 +73,19 @@ def sweep_entries(
         )
         before.append(row)
     return made
+
+
+def _formulas(
+    config: RunConfig, ranks: int, calibration: pathlib.Path, at_once: int
+) -> tuple[float | None, float | None]:
+    """Returns the step time and memory by the formulas, as far as they can tell."""
+    try:
+        predicted = forecast(config, ranks, calibration, at_once=at_once)
+    except UsageError:
+        # A refined run may be unlike everything that was calibrated before the sweep.
+        predicted = forecast(config, ranks)
+    memory = predicted.memory
+    return predicted.step_time_s, None if memory is None else float(memory.total)
 
 
 def run_entries(

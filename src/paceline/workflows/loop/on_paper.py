@@ -5,7 +5,6 @@ hold all of them; times come from a calibration of this machine, or from the pla
 """
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable
 
@@ -23,9 +22,9 @@ from paceline.planner.search.search import SearchResult, search
 from paceline.scaling.allocation.model_shapes import cluster_shape, suggested_batch_tokens
 from paceline.scaling.allocation.waste import WRONG_BY
 from paceline.scaling.experiments.candidates import learn_from
-from paceline.scaling.surface import tokens_for
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
+from paceline.workflows.loop.choose import best_loss, best_size
 from paceline.workflows.loop.directory import LoopQuestion
 from paceline.workflows.sweep.design import (
     COST_OF_FIT,
@@ -45,7 +44,6 @@ from paceline.workflows.sweep.rules import Rule
 _START_S = 10.0
 """Of a run, until its first step; the sweep will tell."""
 _NUM_REFINING = 13
-_NORMAL_90 = 1.645
 
 
 def expected_final(question: LoopQuestion) -> PlannedRun:
@@ -153,8 +151,8 @@ def plan_on_cluster(
     """
     belief = learn_from(None)
     surface = belief.surface
-    best = float(surface.optimal_parameters(budget))
-    factor = math.exp(_NORMAL_90 * belief.log_size_deviation(budget))
+    parameters = best_size(belief, budget)
+    best = parameters.value
     shape = cluster_shape(best, context_length)
     tokens = budget / flops_per_token(shape, context_length).model
     question = ask(shape, suggested_batch_tokens(tokens))
@@ -177,8 +175,8 @@ def plan_on_cluster(
     sizes = [size * best for size in WRONG_BY]
     return ClusterPlan(
         budget=budget,
-        parameters=Estimate(value=best, low=best / factor, high=best * factor),
-        loss=belief.loss(best, float(tokens_for(budget, best))),
+        parameters=parameters,
+        loss=best_loss(belief, budget),
         shape=shape,
         num_parameters=count_parameters(shape).total,
         tokens=tokens,

@@ -19,6 +19,7 @@ from paceline.reports.plots.scaling_laws.fitted import plot_profiles
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
+from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import (
@@ -81,9 +82,9 @@ def _prediction(
     directory: LoopDirectory, found: ScalingFit, model: ChosenModel, outcome: Outcome
 ) -> Chapter:
     loss = _entry(outcome, "heldout_loss")
-    target = plot_target(
-        found, directory.question().budget, model.loss, None if loss is None else loss.measured
-    )
+    measured = None if loss is None else loss.measured
+    belief, budget = learn_from(found.runs), directory.question().budget
+    target = plot_target(found, belief, budget, model.loss, measured)
     errors = picture_of(
         plot_errors(outcome.entries), "errors", "Error and interval of each prediction"
     )
@@ -132,12 +133,12 @@ def _exploration(model: ChosenModel, outcome: Outcome) -> Chapter:
             f"{format_duration(outcome.sweep_time_s)} of runs",
         )
     ]
-    if (rule := model.rule_of_thumb) is not None:
-        saved = (
-            f"N {rule.parameters:.3g} instead of {model.parameters.value:.3g}: loss "
-            f"{rule.loss:.4f} by the fit, {rule.wasted:.1%} of the FLOPs wasted"
-        )
-        rows.append(("20 tokens per parameter instead", saved))
+    rule = model.rule_of_thumb
+    saved = (
+        f"N {rule.parameters:.3g} instead of {model.parameters.value:.3g}: loss {rule.loss:.4f} by "
+        f"the same surface, {rule.wasted:.1%} of the FLOPs wasted"
+    )
+    rows.append(("20 tokens per parameter instead", saved))
     table = Table(
         headers=("", ""), rows=tuple(rows), caption="What was explored, and what that saved"
     )

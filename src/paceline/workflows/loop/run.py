@@ -146,9 +146,10 @@ class LoopRunner:
         self.tell(
             "fit",
             [
-                model.reason,
                 f"best N {with_interval(model.parameters, '{:.3g}'.format)}, extrapolated "
-                f"{model.extrapolation:.3g} times",
+                f"{model.extrapolation:.3g} times, from runs that lie within {model.noise:.1%} of "
+                "one surface",
+                f"beside it: {model.reason}",
                 *map(str, model.findings),
             ],
         )

@@ -10,22 +10,21 @@ from paceline.core.plan import Estimate
 from paceline.prediction.history import HistoryEntry
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 from paceline.reports.tables.planning.forecasts import WRITTEN
+from paceline.scaling.experiments.design import Belief
 from paceline.scaling.fits.all_methods import ScalingFit
-from paceline.scaling.fits.prediction import predict
+from paceline.scaling.surface import tokens_for
 
 _MEASURED, _PREDICTED = COLORS[0], COLORS[1]
 
 
 def plot_target(
-    fit: ScalingFit, budget: float, predicted: Estimate, measured: float | None
+    fit: ScalingFit, belief: Belief, budget: float, predicted: Estimate, measured: float | None
 ) -> Figure:
-    """Draws the losses of a sweep, the law of the best ones with its band, and the target."""
+    """Draws the losses of a sweep, the best loss by compute with its band, and the target."""
     figure = blank_figure("From small runs to the large one", (8.0, 4.4))
     axes = figure.subplots()
-    sweep = fit.sweep
-    axes.plot(
-        sweep.compute, sweep.loss, "o", color=GRAY, ms=3.5, alpha=0.6, label="runs of the sweep"
-    )
+    sweep = fit.runs
+    axes.plot(sweep.compute, sweep.loss, "o", color=GRAY, ms=3.5, alpha=0.6, label="small runs")
     best = [
         (profile.compute, profile.vertex_loss)
         for profile in fit.profiles
@@ -33,19 +32,24 @@ def plot_target(
     ]
     if best:
         axes.plot(*zip(*best, strict=True), "x", color="black", label="best of each level")
-    budgets = np.geomspace(float(sweep.compute.min()), 1.3 * budget, 100)
-    law = predict(fit.chosen, budgets).loss
-    axes.plot(budgets, law.value, color=_MEASURED, label=f"fit ({fit.chosen.method})")
-    axes.fill_between(budgets, law.low, law.high, color=_MEASURED, alpha=0.15, lw=0)
-    low, high = predicted.low or predicted.value, predicted.high or predicted.value
+    budgets = np.geomspace(float(sweep.compute.min()), 1.3 * budget, 60)
+    sizes = belief.surface.optimal_parameters(budgets)
+    law = [
+        belief.loss(float(size), float(tokens_for(compute, size)))
+        for compute, size in zip(budgets, sizes, strict=True)
+    ]
+    axes.plot(budgets, [each.value for each in law], color=_MEASURED, label="best loss, fitted")
+    low, high = ([getattr(each, end) for each in law] for end in ("low", "high"))
+    axes.fill_between(budgets, low, high, color=_MEASURED, alpha=0.15, lw=0)
+    lowest, highest = predicted.low or predicted.value, predicted.high or predicted.value
     axes.errorbar(
         [budget],
         [predicted.value],
-        yerr=[[predicted.value - low], [high - predicted.value]],
+        yerr=[[predicted.value - lowest], [highest - predicted.value]],
         fmt="s",
         color=_PREDICTED,
         capsize=6,
-        label=f"predicted {predicted.value:.4f}, 90% interval {low:.4f} to {high:.4f}",
+        label=f"predicted {predicted.value:.4f}, 90% interval {lowest:.4f} to {highest:.4f}",
     )
     if measured is not None:
         label = f"measured {measured:.4f}"
