@@ -2,15 +2,12 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from paceline.cli.output import Flat, OutputOptions, print_json, stdout_console
 from paceline.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.reports.evidence.regression import StoreComparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +46,7 @@ class CompareCommand:
             for change in found.changes:
                 print_json(change)
         else:
-            self._print_table(found)
+            from paceline.reports.tables.regression import regression_table
+
+            stdout_console().print(regression_table(found, self.tolerance))
         return 1 if found.worse else 0
-
-    def _print_table(self, found: "StoreComparison") -> None:
-        from paceline.reports.tables.regression import regression_table
-
-        stdout_console().print(regression_table(found, self.tolerance))

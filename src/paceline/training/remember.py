@@ -1,6 +1,7 @@
 """What was predicted of a finished run and what was measured, for the predictions of later runs."""
 
 import pathlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -22,11 +23,20 @@ from paceline.training.run_files import EXPECTATION, RECORD
 
 def remember_run(config: RunConfig) -> None:
     """Adds a run that has finished to the history, as far as anything was predicted of it."""
+    path = history_path()
+    append_history(path, predicted_and_measured(config, read_history(path)))
+
+
+def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> list[HistoryEntry]:
+    """Returns every quantity of a finished run that was predicted, beside its measurement.
+
+    Args:
+        config: The run, whose directory has its record.
+        known: The history before it, which corrects the predictions.
+    """
     directory = pathlib.Path(config.out)
     record = list(RecordStore(directory / RECORD).read())[-1]
     expected = msgspec.json.decode((directory / EXPECTATION).read_bytes(), type=Expectation)
-    path = history_path()
-    known = read_history(path)
     size = count_parameters(config.model.shape).total
     hardware = str(record.case["hardware"])
     measured = {name: metric.value for name, metric in record.metrics.items()}
@@ -41,21 +51,18 @@ def remember_run(config: RunConfig) -> None:
         if formula is not None:
             found = corrected(quantity, formula, size, hardware, known)
             predictions[quantity] = formula, found
-    append_history(
-        path,
-        [
-            HistoryEntry(
-                quantity=quantity,
-                run=directory.resolve().name,
-                parameters=size,
-                world_size=int(str(record.case["world_size"])),
-                threads=int(str(record.case["threads"])),
-                hardware=hardware,
-                formula=formula,
-                predicted=predicted,
-                measured=measured[quantity],
-            )
-            for quantity, (formula, predicted) in predictions.items()
-            if predicted is not None and quantity in measured
-        ],
-    )
+    return [
+        HistoryEntry(
+            quantity=quantity,
+            run=directory.resolve().name,
+            parameters=size,
+            world_size=int(str(record.case["world_size"])),
+            threads=int(str(record.case["threads"])),
+            hardware=hardware,
+            formula=formula,
+            predicted=predicted,
+            measured=measured[quantity],
+        )
+        for quantity, (formula, predicted) in predictions.items()
+        if predicted is not None and quantity in measured
+    ]

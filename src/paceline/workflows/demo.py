@@ -7,6 +7,7 @@ virtual hosts with a shaped link between them, or two processes where that is no
 import dataclasses
 import itertools
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
@@ -15,10 +16,9 @@ from collections.abc import Callable, Sequence
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
-from paceline.prediction.history import HistoryEntry, corrected, history_path, read_history
-from paceline.records import RecordStore
-from paceline.training.forecast import Forecast, forecast
-from paceline.training.run_files import RECORD
+from paceline.prediction.history import HistoryEntry, history_path, read_history
+from paceline.training.forecast import forecast
+from paceline.training.remember import predicted_and_measured
 from paceline.training.toml_config import read_config
 from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.progress import progress_text
@@ -64,14 +64,17 @@ class Demo:
         prepare = ["data", "prepare", str(corpus), "--tokenizer", "bytes", "--heldout", "0.1"]
         self._call([*prepare, "--out", tokens])
         config, calibration = self._write_config(tokens), self._calibrate(lab)
-        strategy, predicted = self._plan(config, calibration)
+        strategy, known = self._plan(config, calibration), read_history(history_path())
         train = ["train", str(config), "--set", f"parallel.strategy={strategy}"]
         train += ["--calibration", str(calibration)]
         self._call([*train, *([] if lab else ["--ranks", str(_RANKS)])], lab, pathlib.Path(run))
         self._call(["report", "run", run, "--out", str(page)])
         generate = ["generate", run, "--prompt", PROMPT, "--tokens", "160", "--temperature", "0.7"]
+        entries = predicted_and_measured(read_config(config), known)
         return Demonstration(
-            page=page, sample=self._call(generate).strip(), entries=(self._entry(predicted),)
+            page=page,
+            sample=self._call(generate).strip(),
+            entries=tuple(each for each in entries if each.quantity == "step_time_s"),
         )
 
     def _calibrate(self, lab: Sequence[str]) -> pathlib.Path:
@@ -119,46 +122,23 @@ class Demo:
         )
         return path
 
-    def _plan(
-        self, config: pathlib.Path, calibration: pathlib.Path
-    ) -> tuple[StrategyName, Forecast]:
-        """Returns the strategy with the shortest predicted step, and what is predicted of it."""
-        predicted = {
-            name: forecast(read_config(config, (f"parallel.strategy={name}",)), _RANKS, calibration)
-            for name in _STRATEGIES
-        }
-        times = {name: each.step_time_s or 0.0 for name, each in predicted.items()}
+    def _plan(self, config: pathlib.Path, calibration: pathlib.Path) -> StrategyName:
+        """Returns the strategy with the shortest predicted step."""
+        times: dict[StrategyName, float] = {}
+        for name in _STRATEGIES:
+            run = read_config(config, (f"parallel.strategy={name}",))
+            times[name] = forecast(run, _RANKS, calibration).step_time_s or 0.0
         best = min(times, key=times.__getitem__)
         listed = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in times.items())
         self.say(f"plan: a step should take {listed}; {best} it is")
-        return best, predicted[best]
-
-    def _entry(self, predicted: Forecast) -> HistoryEntry:
-        """Returns the step time: predicted, and measured."""
-        record = list(RecordStore(self.directory / "run" / RECORD).read())[-1]
-        hardware, size = str(record.case["hardware"]), predicted.num_parameters
-        measured, formula = record.metrics["step_time_s"].value, predicted.step_time_s
-        assert formula is not None
-        # Without the run itself, which has been remembered by now.
-        known = [each for each in read_history(history_path()) if each.measured != measured]
-        return HistoryEntry(
-            quantity="step_time_s",
-            run="demo",
-            parameters=size,
-            world_size=_RANKS,
-            threads=int(str(record.case["threads"])),
-            hardware=hardware,
-            formula=formula,
-            predicted=corrected("step_time_s", formula, size, hardware, known),
-            measured=measured,
-        )
+        return best
 
     def _call(
         self, arguments: Sequence[str], lab: Sequence[str] = (), run: pathlib.Path | None = None
     ) -> str:
         """Runs a command and returns what it printed; shows where a training run stands."""
         shown = ["paceline", *lab, *(["paceline"] if lab else []), *arguments]
-        self.say(f"$ {' '.join(shown)}")
+        self.say(f"$ {shlex.join(shown)}")
         python = [sys.executable, "-m", "paceline"]
         command = [*python, *lab, *(python if lab else []), *arguments]
         log = self.directory / "log.txt"

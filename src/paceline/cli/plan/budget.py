@@ -1,21 +1,17 @@
 """``paceline plan budget``: how many devices a budget of FLOPs takes by a deadline."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 from paceline.benchmarks.harness.config import ModelName
 from paceline.cli.output import Flat, OutputOptions, print_json, stdout_console
 from paceline.cli.plan.quantities import parse_count, parse_days
-from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.plan.search_options import UNNAMED_CONTEXT, ClusterOptions
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape
 
 if TYPE_CHECKING:
     from paceline.planner.search.budget import Budget
-
-_TOKENS_PER_PARAMETER = 20
-_CONTEXT = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +61,10 @@ class BudgetCommand:
     def _shape(self, flops: float) -> ModelShape:
         if self.model is not None:
             return model_preset(self.model)
-        from paceline.scaling.allocation.model_shapes import cluster_shape
+        from paceline.scaling.allocation.model_shapes import cluster_shape, rule_of_thumb_parameters
 
-        # Hoffmann et al. 2022: C = 6 N D with D = 20 N.
-        parameters = math.sqrt(flops / (6 * _TOKENS_PER_PARAMETER))
-        return cluster_shape(parameters, self.cluster.context or _CONTEXT)
+        context = self.cluster.context or UNNAMED_CONTEXT
+        return cluster_shape(rule_of_thumb_parameters(flops), context)
 
     def _model_text(self, shape: ModelShape) -> str:
         from paceline.accounting.parameters import count_parameters

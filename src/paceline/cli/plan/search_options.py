@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from paceline.planner.search.question import SearchQuestion
 
 
+UNNAMED_CONTEXT = 8192
+"""Tokens of a sequence of a model that no preset names, unless --context says otherwise."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """Flags of the cluster and the batch."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import Flat, OutputOptions, print_json, say, stderr_console, stdout_console
-from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
+from paceline.cli.plan.search_options import UNNAMED_CONTEXT, ClusterOptions
 from paceline.cli.scaling.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.workflows.sweep.executors import Executor
     from paceline.workflows.sweep.run import SweepRunner
 
-_CONTEXT = 8192
 _CALIBRATION_S = 20.0
 _BY_LAW = "law"
 """The default of --batch-tokens: what Step Law advises for the tokens of the run."""
@@ -190,7 +189,8 @@ class LoopCommand:
         write_loop_page(directory, history_path())
 
     def _plan_here(self, question: "LoopQuestion") -> int:
-        from paceline.workflows.loop.on_paper import expected_final, first_runs
+        from paceline.workflows.loop.on_paper import expected_final
+        from paceline.workflows.sweep.design import first_runs
         from paceline.workflows.sweep.table import plan_table
 
         runs = [*first_runs(question.sweep), expected_final(question)]
@@ -221,7 +221,7 @@ class LoopCommand:
         plan = plan_on_cluster(
             self.budget,
             self.exploration,
-            cluster.context or _CONTEXT,
+            cluster.context or UNNAMED_CONTEXT,
             ask,
             cluster.costs(),
             lower_precision=cluster.lower_precision(),
@@ -253,6 +253,5 @@ def rank_counts() -> tuple[int, ...]:
 
 def tell(stage: str, lines: Sequence[str]) -> None:
     """Says what a stage has decided."""
-    console = stderr_console()
     for line in lines:
-        console.print(f"{stage}: {line}", markup=False, soft_wrap=True)
+        say(f"{stage}: {line}")

@@ -127,12 +127,11 @@ class SweepCommand:
 
     def _print_plan(self, question: "Question", base: "RunConfig") -> int:
         from paceline.training.forecast import forecast
-        from paceline.workflows.sweep.design import COST_OF_FIT, FIT, exploring_runs, rate_runs
+        from paceline.workflows.sweep.design import first_runs, refining_flops
         from paceline.workflows.sweep.directory import run_config
-        from paceline.workflows.sweep.rules import Rule
         from paceline.workflows.sweep.table import plan_table
 
-        runs = [*rate_runs(question), *exploring_runs(question, Rule())]
+        runs = first_runs(question)
         times = [
             forecast(run_config(base, run, self.out), self.ranks, self.calibration).duration_s
             for run in runs
@@ -144,10 +143,9 @@ class SweepCommand:
         stdout_console().print(plan_table(runs, times))
         if self.calibration is None:
             say("times: --calibration names records of paceline calibrate")
-        left = COST_OF_FIT * question.largest - sum(run.flops for run in runs if run.purpose == FIT)
         sys.stdout.write(
-            f"then about {left:.3g} FLOPs on runs of up to {question.largest:.3g}, about the sizes "
-            "that these losses favour\n"
+            f"then about {refining_flops(question):.3g} FLOPs on runs of up to "
+            f"{question.largest:.3g}, about the sizes that these losses favour\n"
         )
         return 0
 

@@ -1,7 +1,5 @@
 """What ``paceline`` alone prints: goals, and the command that each begins with."""
 
-import textwrap
-
 _GOALS = (
     ("see it work, in five minutes", "paceline demo"),
     ("train a model on my text", "paceline data prepare corpus --tokenizer bytes --out tokens"),
@@ -17,16 +15,12 @@ _GOALS = (
     ("check this machine", "paceline env --self-test"),
     ("emulate a slow network", "paceline lab run --hosts 2 --rate 1gbit -- paceline bench ddp"),
 )
-_WIDTH = 80
 
 
 def goals_text() -> str:
     """Returns goals with their commands, for a terminal of 80 columns."""
     lines = [
-        *textwrap.wrap(
-            "Paceline plans, runs and explains the data-parallel training of language models.",
-            _WIDTH,
-        ),
+        "Paceline plans, runs and explains the data-parallel training of language models.",
         "",
         "To",
     ]

@@ -26,6 +26,7 @@ _ASPECT_EXPONENT = 0.085
 _SIZE_WEIGHT = 8.0
 _MAX_WIDTH = 65_536
 _LEAST_LAYERS = 2
+_TOKENS_PER_PARAMETER = 20
 _CLUSTER_VOCABULARY = 128_256
 _LAYER_MULTIPLE = 4
 
@@ -94,6 +95,11 @@ def cluster_shape(parameters: float, context_length: int) -> ModelShape:
     layers = shape.num_layers + (parameters - total) / (more - total)
     layers = max(1, round(layers / _LAYER_MULTIPLE)) * _LAYER_MULTIPLE
     return dataclasses.replace(grouped, num_layers=layers)
+
+
+def rule_of_thumb_parameters(compute: float) -> float:
+    """Returns the N of Chinchilla's rule of thumb: C = 6ND with D = 20N (Hoffmann et al. 2022)."""
+    return math.sqrt(compute / (6 * _TOKENS_PER_PARAMETER))
 
 
 def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRun:

@@ -13,6 +13,7 @@ from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
+from paceline.scaling.allocation.model_shapes import rule_of_thumb_parameters
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.surface import tokens_for
@@ -21,8 +22,6 @@ from paceline.workflows.sweep.design import FINAL, find_shape, planned_run
 from paceline.workflows.sweep.directory import ROWS, SweepDirectory
 from paceline.workflows.sweep.rules import Rule
 
-TOKENS_PER_PARAMETER = 20
-"""Chinchilla's rule of thumb."""
 _NORMAL_90 = 1.645
 _WIDEST_LOSS = 0.05
 """Half of the interval of the loss, relative; beyond it a prediction is none."""
@@ -115,7 +114,7 @@ def _require_certain(parameters: Estimate, loss: Estimate, findings: Sequence[Fi
 
 
 def _rule_of_thumb(budget: float, belief: Belief) -> RuleOfThumb:
-    parameters = math.sqrt(budget / (6 * TOKENS_PER_PARAMETER))
+    parameters = rule_of_thumb_parameters(budget)
     return RuleOfThumb(
         parameters=parameters,
         loss=float(belief.surface.loss(parameters, tokens_for(budget, parameters))),

@@ -27,16 +27,14 @@ from paceline.training.forecast import forecast
 from paceline.workflows.loop.choose import best_loss, best_size
 from paceline.workflows.loop.directory import LoopQuestion
 from paceline.workflows.sweep.design import (
-    COST_OF_FIT,
     COST_OF_LARGEST,
     FINAL,
-    FIT,
     PlannedRun,
     Question,
-    exploring_runs,
     find_shape,
+    first_runs,
     planned_run,
-    rate_runs,
+    refining_flops,
 )
 from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule
@@ -58,11 +56,6 @@ def expected_final(question: LoopQuestion) -> PlannedRun:
     return planned_run(question.sweep, FINAL, FINAL, shape, question.budget, Rule())
 
 
-def first_runs(question: Question) -> list[PlannedRun]:
-    """Returns the runs of a sweep that are planned before any loss is known."""
-    return [*rate_runs(question), *exploring_runs(question, Rule())]
-
-
 def expected_seconds(
     question: LoopQuestion, base: RunConfig, calibration: pathlib.Path, at_once: int
 ) -> dict[str, float]:
@@ -80,13 +73,11 @@ def expected_seconds(
         forecast(run_config(base, run, place), 1, calibration, at_once=at_once).duration_s or 0.0
         for run in runs
     ]
-    fitted = sum(run.flops for run in runs if run.purpose == FIT)
-    refining = COST_OF_FIT * question.sweep.largest - fitted
     per_flop = sum(times) / sum(run.flops for run in runs)
     starts = (len(runs) + _NUM_REFINING) * _START_S
     final = forecast(run_config(base, expected_final(question), place), at_once, calibration)
     return {
-        "sweep": (sum(times) + refining * per_flop + starts) / at_once,
+        "sweep": (sum(times) + refining_flops(question.sweep) * per_flop + starts) / at_once,
         "training": (final.duration_s or 0.0) + _START_S,
     }
 

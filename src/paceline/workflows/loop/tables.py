@@ -1,6 +1,6 @@
 """A loop as tables: the layouts of this machine, and what a cluster would do."""
 
-from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
+from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.workflows.loop.directory import ChosenLayout
@@ -44,7 +44,7 @@ def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
         (
             "choose",
             f"N {with_interval(plan.parameters, '{:.3g}'.format)}: {shape.num_layers} layers of "
-            f"width {shape.d_model:,}, {format_decimal(plan.num_parameters, '')}parameters; "
+            f"width {shape.d_model:,}, {plan.num_parameters / 1e9:.3g} billion parameters; "
             f"{plan.tokens:.3g} tokens; loss {with_interval(plan.loss, '{:.2f}'.format)}",
             "published scaling laws; the sweep narrows them. N off by a factor of 2 wastes "
             f"{off_by_two:.1%} of the budget",

@@ -41,7 +41,7 @@ _MORE_SIZES = 3
 _TRIES = 4
 _NEAR = math.log(1.5)
 """A model whose size is off by more is another one."""
-COST_OF_FIT = sum(
+COST_OF_FIT: float = sum(
     (_EXPLORING if level < _NUM_EXPLORED else _REFINING)[1] / 2 ** (_NUM_LEVELS - 1 - level)
     for level in range(_NUM_LEVELS)
 )
@@ -146,6 +146,17 @@ def exploring_runs(question: Question, rule: Rule) -> list[PlannedRun]:
     runs = _runs(question, learn_from(None), rule, levels, _EXPLORING)
     # What is published of other texts and vocabularies says nothing of this one's loss.
     return _named(runs, 0, FIT)
+
+
+def first_runs(question: Question) -> list[PlannedRun]:
+    """Returns the runs that can be named before any is made; batches and refinement follow."""
+    return [*rate_runs(question), *exploring_runs(question, Rule())]
+
+
+def refining_flops(question: Question) -> float:
+    """Returns about how many FLOPs the runs take that refine what the first ones found."""
+    explored = sum(run.flops for run in exploring_runs(question, Rule()))
+    return COST_OF_FIT * question.largest - explored
 
 
 def refining_runs(
