@@ -2,8 +2,8 @@
 
 One store for a machine: `paceline loop` adds what it predicted of each run and what was measured.
 A later prediction of the same quantity on the same hardware is corrected by those before it: a
-time by their ratio, memory by their difference, runs of a like size counting most. Its interval is
-as wide as nine in ten of those were off.
+time by their ratio, memory by their difference, runs with a like prediction counting most. Its
+interval is as wide as nine in ten of those were off.
 """
 
 import dataclasses
@@ -111,32 +111,26 @@ def append_history(path: pathlib.Path, entries: Iterable[HistoryEntry]) -> None:
 
 
 def corrected(
-    quantity: Quantity,
-    formula: float,
-    parameters: float,
-    hardware: str,
-    history: Sequence[HistoryEntry],
+    quantity: Quantity, formula: float, hardware: str, history: Sequence[HistoryEntry]
 ) -> Estimate:
     """Returns what a formula predicts, corrected by earlier runs, with an interval if they allow.
 
     Args:
         quantity: What is predicted.
-        formula: What the formulas alone predict.
-        parameters: Of the run's model: runs of a like size count most.
+        formula: What the formulas alone predict; runs with a like prediction count most.
         hardware: The machine, of which alone earlier runs count.
         history: Earlier runs.
     """
     known = [
-        (each.formula, each.measured, each.parameters)
+        (each.formula, each.measured)
         for each in history
         if each.quantity == quantity and each.hardware == hardware and each.formula is not None
     ]
     if len(known) < _FEWEST:
         return Estimate(value=formula)
-    formulas, measured, sizes = (
-        np.array(column, dtype=np.float64) for column in zip(*known, strict=True)
-    )
-    weights = 1 / (1 + np.log2(sizes / parameters) ** 2)
+    formulas, measured = np.array(known, dtype=np.float64).T
+    # Short steps are off by what a step costs beside its matmuls, long ones are not.
+    weights = 1 / (1 + np.log2(formulas / formula) ** 2)
     if quantity == "memory_bytes":
         # What a process holds beside its tensors does not grow with them.
         beside = _quantile(measured - formulas, weights, 0.5)

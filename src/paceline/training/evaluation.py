@@ -67,7 +67,10 @@ class HeldOut:
         loader = dataclasses.replace(
             config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
         )
-        return cls(loader, trainee.share, config.training.micro_batch_size, device)
+        # No more at a time than in a step, so that an evaluation takes no more memory than one.
+        largest_part = -(-config.training.batch_size // trainee.share.data_ranks)
+        at_a_time = min(config.training.micro_batch_size, largest_part)
+        return cls(loader, trainee.share, at_a_time, device)
 
     @torch.no_grad()
     def evaluate(self, trainee: Trainee, autocast: Context) -> Evaluation:

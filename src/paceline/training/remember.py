@@ -49,7 +49,7 @@ def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> 
     }
     for quantity, formula in formulas.items():
         if formula is not None:
-            found = corrected(quantity, formula, size, hardware, known)
+            found = corrected(quantity, formula, hardware, known)
             predictions[quantity] = formula, found
     return [
         HistoryEntry(

@@ -1,11 +1,11 @@
 """The buildable model nearest to a number of parameters, and what training it takes.
 
 Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
-divided among devices; below 128, for models of a sweep on a laptop, they are 16 and multiples of
-32. The feed-forward layer is 8/3 as wide as the model, in multiples of 32, 64 or 128, so that
-matrices fill the tiles of a GPU. A model has two layers at least: with one, attention cannot look
-up what follows what. Among shapes within a few per cent of N, the one whose ratio of width to depth
-is nearest to that of published models is taken: near the optimum the loss hardly feels it.
+divided among devices; below 128 they are 16 and multiples of 32. The feed-forward layer is 8/3 as
+wide as the model, in multiples of 32, 64 or 128, so that matrices fill the tiles of a GPU. A model
+has two layers at least: with one, attention cannot look up what follows what. Among shapes within a
+few per cent of N, the one whose ratio of width to depth is nearest to that of published models is
+taken: near the optimum the loss hardly feels it. Models of a sweep come from a ladder instead.
 """
 
 import dataclasses
@@ -26,6 +26,13 @@ _ASPECT_EXPONENT = 0.085
 _SIZE_WEIGHT = 8.0
 _MAX_WIDTH = 65_536
 _LEAST_LAYERS = 2
+_FINE = 256
+_LEAST_RUNG_LAYERS = 3
+_LEAST_HEAD = 24
+_PARAMETERS_OF_A_LAYER = 12
+"""Over the square of the width, about."""
+_LADDER_ASPECT = 50.0
+"""Of models between a million parameters and a hundred, about: depth hardly depends on it."""
 _TOKENS_PER_PARAMETER = 20
 _CLUSTER_VOCABULARY = 128_256
 _LAYER_MULTIPLE = 4
@@ -50,7 +57,7 @@ class TrainingRun:
 
 def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
     """Returns the shape of a TransformerLM with about so many parameters."""
-    aspect = _ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT
+    aspect = _aspect(parameters)
     best: tuple[float, ModelShape] | None = None
     for width in _widths():
         tile = min(width, 32) if width < _NARROW else 64 if width < _WIDE else 128
@@ -80,6 +87,41 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
             f"{vocab_size}; use a smaller vocabulary"
         )
     return best[1]
+
+
+def ladder_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
+    """Returns the nearest shape of a ladder, which has one shape for every width.
+
+    Depth follows from width, so that losses of neighbouring sizes lie on one curve: at the same
+    size and FLOPs, a small model of two layers ends 3% above one of four.
+    """
+    shapes = [_rung(width, vocab_size, context_length) for width in _ladder_widths()]
+    best = min(shapes, key=lambda shape: abs(math.log(count_parameters(shape).total / parameters)))
+    if count_parameters(best).total > 2 * parameters:
+        raise UsageError(
+            f"no model of a ladder has only {parameters:.3g} parameters with a vocabulary of "
+            f"{vocab_size}; use a smaller vocabulary"
+        )
+    return best
+
+
+def _rung(width: int, vocab_size: int, context_length: int) -> ModelShape:
+    aspect = _aspect(_PARAMETERS_OF_A_LAYER * width**3 / _LADDER_ASPECT)
+    tile = 8 if width < _FINE else 64 if width < _WIDE else 128
+    return ModelShape(
+        vocab_size=vocab_size,
+        d_model=width,
+        d_ff=round(8 / 3 * width / tile) * tile,
+        num_layers=max(_LEAST_RUNG_LAYERS, round(width / aspect)),
+        num_heads=_small_heads(width) if width < _FINE else width // tile,
+        max_context_length=context_length,
+    )
+
+
+def _small_heads(width: int) -> int:
+    """Returns the most heads of at least 24, each of them even as rotary positions need."""
+    wanted = max(1, width // _LEAST_HEAD)
+    return max(n for n in range(1, wanted + 1) if width % n == 0 and width // n % 2 == 0)
 
 
 def cluster_shape(parameters: float, context_length: int) -> ModelShape:
@@ -119,13 +161,31 @@ def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRu
 
 
 def suggested_batch_tokens(tokens: float) -> int:
-    """Returns a batch in tokens, a power of two: Step Law, 0.58 D^0.571 (arXiv 2503.04715)."""
-    return int(2 ** round(math.log2(0.58 * tokens**0.571)))
+    """Returns a batch in tokens, the power of two nearest to Step Law's."""
+    return int(2 ** round(math.log2(step_law_batch_tokens(tokens))))
+
+
+def step_law_batch_tokens(tokens: float) -> float:
+    """Returns a batch in tokens: Step Law, 0.58 D^0.571 (arXiv 2503.04715)."""
+    return float(0.58 * tokens**0.571)
 
 
 def suggested_learning_rate(parameters: float, tokens: float) -> float:
     """Returns a peak learning rate: Step Law, 1.79 N^-0.713 D^0.307 (arXiv 2503.04715)."""
     return float(1.79 * parameters**-0.713 * tokens**0.307)
+
+
+def _aspect(parameters: float) -> float:
+    """Returns width over depth of published models of a size."""
+    return float(_ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT)
+
+
+def _ladder_widths() -> list[int]:
+    return [
+        *range(16, _NARROW, 8),
+        *range(_NARROW, _FINE, 16),
+        *(w for w in _widths() if w >= _FINE),
+    ]
 
 
 def _widths() -> list[int]:

@@ -54,9 +54,7 @@ def sweep_entries(
         expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]] = {
             quantity: (
                 formula,
-                None
-                if formula is None
-                else corrected(quantity, formula, run.parameters, hardware, earlier),
+                None if formula is None else corrected(quantity, formula, hardware, earlier),
                 measured,
             )
             for quantity, (formula, measured) in formulas.items()

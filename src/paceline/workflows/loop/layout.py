@@ -80,15 +80,14 @@ def choose_layout(
     found.sort(key=lambda pair: pair[0].step_time_s)
     best = found[0][0]
     hardware = str(known[0].topology["hardware"])
-    size = run.parameters
-    step = corrected("step_time_s", best.step_time_s, size, hardware, history)
+    step = corrected("step_time_s", best.step_time_s, hardware, history)
     config = final_config(base, run, pathlib.Path("run"), _named(best.strategy))
     return ChosenLayout(
         candidates=tuple(candidate for candidate, _ in found),
         hardware=hardware,
         threads=threads_per_rank(best.ranks),
         step_time_s=step,
-        memory_bytes=corrected("memory_bytes", best.memory_bytes, size, hardware, history),
+        memory_bytes=corrected("memory_bytes", best.memory_bytes, hardware, history),
         duration_s=_duration(step, config, run, rows),
     )
 

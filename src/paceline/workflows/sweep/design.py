@@ -17,7 +17,7 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape
-from paceline.scaling.allocation.model_shapes import nearest_shape
+from paceline.scaling.allocation.model_shapes import ladder_shape
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.runs.sweep import Sweep
@@ -39,6 +39,7 @@ _LARGER = 3.0
 _MORE_SIZES = 3
 """Larger models that may take the place of smaller ones."""
 _TRIES = 4
+_SEEDS_OF_A_SWEEP = 1000
 _NEAR = math.log(1.5)
 """A model whose size is off by more is another one."""
 COST_OF_FIT: float = sum(
@@ -180,10 +181,16 @@ def refining_runs(
 
 
 def _named(runs: list[PlannedRun], num_before: int, purpose: str) -> list[PlannedRun]:
-    return [
-        msgspec.structs.replace(run, name=f"{purpose}-{number:02d}")
-        for number, run in enumerate(runs, start=num_before + 1)
-    ]
+    """Returns runs with their names; those of the fit with seeds of their own.
+
+    What luck does to a run is then noise to the fit. With one seed, it would favour a model at all
+    levels alike.
+    """
+    named = []
+    for number, run in enumerate(runs, start=num_before + 1):
+        seed = _SEEDS_OF_A_SWEEP * run.seed + number if purpose == FIT else run.seed
+        named.append(msgspec.structs.replace(run, name=f"{purpose}-{number:02d}", seed=seed))
+    return named
 
 
 def _runs(
@@ -230,7 +237,7 @@ def find_shape(question: Question, parameters: float) -> ModelShape | None:
     wanted = parameters
     for _ in range(_TRIES):
         try:
-            shape = nearest_shape(
+            shape = ladder_shape(
                 wanted, vocab_size=question.vocab_size, context_length=question.context_length
             )
         except UsageError:

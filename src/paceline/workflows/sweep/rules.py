@@ -3,7 +3,7 @@
 Step Law (arXiv 2503.04715) gives both from parameters and tokens. It was fitted to models of 60M
 parameters and more, so a sweep first varies the learning rate about what it says, for a small model
 and for a larger one, and multiplies the law by the factors that their losses ask for, with a power
-of N between them. Then it varies the batch, with that learning rate.
+of N between them. Then it varies the batch, with that learning rate times the root of the factor.
 """
 
 import dataclasses
@@ -13,19 +13,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from paceline.core.finding import Finding
-from paceline.scaling.allocation.model_shapes import suggested_batch_tokens, suggested_learning_rate
+from paceline.scaling.allocation.model_shapes import step_law_batch_tokens, suggested_learning_rate
 
 _WARMUP = 0.05
 """Part of a run in which the learning rate rises."""
 _FEWEST_STEPS = 64
 """With fewer, a run is all warm-up and decay."""
-VARIED_RATES = (0.25, 0.5, 2.0)
+VARIED_RATES = (0.125, 0.25, 0.5, 2.0)
 """Factors by which the check varies the learning rate; of small models the law's is too high."""
-VARIED_BATCHES = (0.5, 2.0)
+VARIED_BATCHES = (0.25, 0.5, 2.0)
 """Factors by which the check varies the batch."""
 _POINTS = 3
-_FARTHER = 2.0
-"""A parabola through three points tells little farther beyond them than this factor."""
 _STEEPEST = 0.7
 """Power of N that the check may add: the law's own is -0.713."""
 _WORTH_SAYING = 0.005
@@ -64,12 +62,15 @@ class Rule:
 
     def apply(self, parameters: float, tokens: float, context_length: int) -> Hyperparameters:
         """Returns the hyperparameters of a run of so many parameters and about so many tokens."""
-        wanted = self.batch_factor * suggested_batch_tokens(tokens)
+        by_law = step_law_batch_tokens(tokens)
         most = tokens / _FEWEST_STEPS
-        batch_size = max(1, round(min(wanted, most) / context_length))
+        batch_size = max(1, round(min(self.batch_factor * by_law, most) / context_length))
         steps = max(1, round(tokens / (batch_size * context_length)))
+        # Adam's learning rate goes with the root of the batch (arXiv 2205.10287).
+        for_batch = math.sqrt(batch_size * context_length / by_law)
         return Hyperparameters(
             learning_rate=self.rate_factor(parameters)
+            * for_batch
             * suggested_learning_rate(parameters, tokens),
             batch_size=batch_size,
             warmup_steps=min(steps, max(1, round(_WARMUP * steps))),
@@ -102,7 +103,7 @@ def best_factor(losses: Mapping[float, float]) -> float:
     """Returns where the loss is lowest, from losses at three factors or more.
 
     A parabola through the lowest one and those next to it, in the logarithm of the factor; never
-    farther out than the runs can tell. Where it has no minimum, the factor of the lowest loss.
+    beyond what was tried. Where it has no minimum, the factor of the lowest loss.
     """
     factors = sorted(losses)
     lowest = min(factors, key=losses.__getitem__)
@@ -114,7 +115,7 @@ def best_factor(losses: Mapping[float, float]) -> float:
     if curve <= 0:
         return lowest
     best = math.exp(float(-slope / (2 * curve)))
-    return min(max(best, near[0] / _FARTHER), near[-1] * _FARTHER)
+    return min(max(best, near[0]), near[-1])
 
 
 def rule_finding(name: str, what: str, losses: Mapping[float, float], factor: float) -> Finding:

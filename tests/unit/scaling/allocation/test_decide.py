@@ -9,7 +9,7 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, require_buildable
 from paceline.scaling import LossSurface, fit, synthetic_sweep
 from paceline.scaling.allocation.decide import decide
-from paceline.scaling.allocation.model_shapes import nearest_shape, plan_run
+from paceline.scaling.allocation.model_shapes import ladder_shape, nearest_shape, plan_run
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,9 +29,28 @@ def test_shapes_are_near_buildable_and_regular(parameters: float) -> None:
         assert 20 < shape.d_model / shape.num_layers < 300
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.floats(2e4, 1e12), st.floats(1.0, 10.0))
+def test_a_ladder_has_one_depth_for_every_width(parameters: float, factor: float) -> None:
+    small, large = (
+        ladder_shape(size, vocab_size=256, context_length=128)
+        for size in (parameters, parameters * factor)
+    )
+    require_buildable(small)
+    assert count_parameters(small).total == pytest.approx(parameters, rel=0.5)
+    assert small.head_width % 2 == 0
+    assert small.head_width >= 16
+    assert small.num_layers >= 3
+    assert (small.d_model, small.num_layers) <= (large.d_model, large.num_layers)
+    if small.d_model == large.d_model:
+        assert small == large
+
+
 def test_a_vocabulary_that_is_larger_than_the_model() -> None:
     with pytest.raises(UsageError, match="smaller vocabulary"):
         nearest_shape(1e5, vocab_size=100_000, context_length=512)
+    with pytest.raises(UsageError, match="smaller vocabulary"):
+        ladder_shape(1e5, vocab_size=100_000, context_length=512)
 
 
 def test_a_run_spends_exact_flops_in_whole_steps() -> None:

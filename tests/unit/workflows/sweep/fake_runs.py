@@ -1,6 +1,7 @@
 """Runs of a sweep that need no training: their losses lie on a surface."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +9,7 @@ from paceline.accounting.flops import flops_per_token
 from paceline.accounting.parameters import count_parameters
 from paceline.data.loader.config import SourceConfig
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.allocation.model_shapes import suggested_learning_rate
+from paceline.scaling.allocation.model_shapes import step_law_batch_tokens, suggested_learning_rate
 from paceline.scaling.surface import LossSurface
 from paceline.training.config import DataConfig, RunConfig
 from paceline.training.run_files import RECORD
@@ -55,7 +56,9 @@ def _finish(directory: pathlib.Path, config: RunConfig) -> None:
     shape = config.model.shape
     parameters = count_parameters(shape).total
     tokens = config.training.steps * config.tokens_per_step
-    factor = config.optimizer.learning_rate / suggested_learning_rate(parameters, tokens)
+    for_batch = math.sqrt(config.tokens_per_step / step_law_batch_tokens(tokens))
+    by_law = for_batch * suggested_learning_rate(parameters, tokens)
+    factor = config.optimizer.learning_rate / by_law
     fitted = flops_per_token(shape, config.data.context_length).model / 6
     loss = float(SURFACE.loss(fitted, tokens)) * (1 + 0.01 * (factor - 0.5) ** 2)
     RecordStore(directory / RECORD).append(

@@ -88,7 +88,7 @@ def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: 
 
 
 def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-05", "fit-02"]))
+    runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-06", "fit-02"]))
     runner.run(QUESTION, BASE)
     # Without the larger model at the rule itself there is no slope.
     assert runner.rule().slope == 0
