@@ -6,4 +6,4 @@ torch, and ``paceline --help`` anywhere, stay fast. The doors are the sub-packag
 ``paceline.models`` and ``paceline.parallel``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
