@@ -22,7 +22,9 @@ from docs_tables import (
     repeats_table,
     train_continue_table,
 )
+from gallery import gallery
 from layout_tables import LAYOUT_TERMS, layout_times_table, layouts_table, read_study, scale_table
+from loop_tables import draw_errors, draw_target, loop_tables
 from reliability_tables import kills_table, recovery_table, reliability_table, replicas_table
 from rich.console import Console
 
@@ -51,7 +53,7 @@ from paceline.reports.plots.registry import draw
 from paceline.reports.plots.reliability.chaos import plot_chaos
 from paceline.reports.plots.runs.losses import plot_losses
 from paceline.reports.plots.runs.speed import plot_phases
-from paceline.reports.plots.style import save_figure
+from paceline.reports.plots.style import dark, save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.chaos import chaos_table
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
@@ -68,6 +70,7 @@ from paceline.reports.tables.table import Table, View, records_table, render_mar
 from paceline.reports.tables.with_predictions import with_predictions
 from paceline.training.metrics.panel import RunPanel
 from paceline.training.metrics.progress import Progress
+from paceline.workflows.demo import draw_demo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -354,10 +357,29 @@ DRAWN = {
     "planner-memory": lambda: plot_published_memory(read("planner-memory")),
     "planner-accuracy": lambda: plot_validation(read("planner-validation")),
     "layouts-backtest": draw_layouts,
+    "loop-target": draw_target,
+    "loop-errors": draw_errors,
+    "demo": lambda: draw_demo(RESULTS / "demo"),
+    "demo-dark": lambda: dark(lambda: draw_demo(RESULTS / "demo")),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
 """Pictures that are not a plot of one store."""
+
+DRAWN_FROM = {
+    **{name: store for name, (store, _plot) in PICTURE_SOURCES.items()},
+    **dict.fromkeys(("loop-target", "loop-errors"), "loop"),
+    **dict.fromkeys(("training-loss", "training-phases"), "training-run"),
+    **dict.fromkeys(("scaling-profiles", "scaling-laws"), "scaling-course"),
+    **dict.fromkeys(("scaling-surface", "scaling-residuals"), "scaling-course"),
+    **{name: name for name in ("chaos", "planner-memory", "scaling-porian", "step-backtest")},
+    "data-lengths": "data-corpus",
+    "demo": "demo",
+    "layouts-backtest": "layouts",
+    "plan-front": "plan-search",
+    "planner-accuracy": "planner-validation",
+}
+"""What of results/ each picture shows."""
 
 
 def scale_by_ranks() -> str:
@@ -468,7 +490,7 @@ def tables() -> dict[str, str]:
     repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
     plans = plan_tables(read("plan-search"), read("plan-search-speed"), read("plan-search-experts"))
     accuracy = validation_tables(read("planner-validation"))
-    several = {**profile_tables(), **goodput_tables(), **plans, **accuracy}
+    several = {**profile_tables(), **goodput_tables(), **plans, **accuracy, **loop_tables()}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
@@ -496,6 +518,7 @@ def tables() -> dict[str, str]:
         "replicas.md": render_markdown(replicas_table(read("replicas"))),
         "recovery.md": render_markdown(recovery_table(read("kills"))),
         "benchmarks.md": benchmarks(),
+        "gallery.md": gallery(DRAWN_FROM),
     }
     return {**made, **rendered, **others}
 

@@ -32,14 +32,16 @@ def main() -> None:
     parser.add_argument("--work", type=pathlib.Path, required=True)
     parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"])
     parser.add_argument("--budget", default="1e14")
+    parser.add_argument("--exploration", default="1")
     parser.add_argument("--deadline", default="60min")
     arguments = parser.parse_args()
     for place, seed in enumerate(arguments.seeds):
         work = arguments.work / f"seed-{seed}"
         run_paceline(
             [],
-            *("loop", str(arguments.config), "--budget", arguments.budget, "--exploration", "1"),
-            *("--deadline", arguments.deadline, "--seed", seed, "--out", str(work)),
+            *("loop", str(arguments.config), "--budget", arguments.budget),
+            *("--exploration", arguments.exploration, "--deadline", arguments.deadline),
+            *("--seed", seed, "--out", str(work)),
         )
         for name in (*KEPT, *((PAGE,) if place == 0 else ())):
             kept = arguments.out / work.name / name

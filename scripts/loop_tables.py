@@ -3,13 +3,15 @@
 import pathlib
 from typing import TYPE_CHECKING
 
-from paceline.prediction.history import coverage
+import msgspec
+
+from paceline.prediction.history import HistoryEntry, coverage
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep
-from paceline.workflows.loop.directory import LoopDirectory, Outcome
+from paceline.workflows.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,14 +21,20 @@ FIRST = LOOPS / "seed-0"
 
 
 def loop_tables() -> dict[str, Table]:
-    """Returns the first loop, and how often each interval held in all of them."""
-    outcomes = [_outcome(LoopDirectory(path)) for path in sorted(LOOPS.glob("seed-*"))]
-    entries = [entry for outcome in outcomes for entry in outcome.entries]
-    caption = f"Final runs of {len(outcomes)} loops, one seed each"
+    """Returns the outcome of the loop, and how well the runs of its sweep were predicted."""
+    directory = LoopDirectory(FIRST)
     return {
-        "loop": outcome_table(outcomes[0].entries, _caption(LoopDirectory(FIRST))),
-        "loop-seeds": coverage_table(coverage(entries), caption),
+        "loop": outcome_table(_outcome(directory).entries, _caption(directory)),
+        "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of its sweep"),
     }
+
+
+def _sweep_entries() -> list[HistoryEntry]:
+    return [
+        entry
+        for path in sorted(LOOPS.glob(f"seed-*/{SWEEP_ENTRIES}"))
+        for entry in msgspec.json.decode(path.read_bytes(), type=tuple[HistoryEntry, ...])
+    ]
 
 
 def draw_target() -> "Figure":

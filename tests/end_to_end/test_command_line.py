@@ -79,8 +79,8 @@ def test_a_first_rank_without_a_terminal_tells_its_progress_in_lines(
 
     # Not more often than anybody reads.
     assert told("0") == [
-        "paceline: 0 of 2 cases done, step 1 of 25, 0 s",
-        "paceline: 1 of 2 cases done, step 3 of 25, 0 s",
+        "paceline: 0 of 2 cases done, step 1 of 25, 0 s, about 0 s left",
+        "paceline: 1 of 2 cases done, step 3 of 25, 0 s, about 0 s left",
     ]
     assert told("1") == []
 

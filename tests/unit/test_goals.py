@@ -6,6 +6,7 @@ import pytest
 
 from paceline.cli.main import main, parse
 from paceline.cli.start.goals import goals_text
+from paceline.core.errors import UsageError
 
 
 def test_every_goal_has_a_command_that_parses() -> None:
@@ -25,3 +26,17 @@ def test_it_fits_80_columns_and_is_printed_without_arguments(
     shown = capsys.readouterr().out
     assert shown == goals_text()
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("trian run.toml", "paceline: no command 'trian'; did you mean 'train'? "),
+        ("bench stp --model small", "paceline bench: no command 'stp'; did you mean 'step'? "),
+        ("plan xyz", "paceline plan: no command 'xyz'; known: account, "),
+    ],
+)
+def test_a_command_that_does_not_exist_gets_the_nearest_one(typed: str, words: str) -> None:
+    with pytest.raises(UsageError, match="no command") as caught:
+        parse(shlex.split(typed))
+    assert str(caught.value).startswith(words)

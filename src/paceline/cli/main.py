@@ -32,6 +32,7 @@ from paceline.cli.scaling.sweep import SweepCommand
 from paceline.cli.scaling.verb import ScalingCommand
 from paceline.cli.start.demo import DemoCommand
 from paceline.cli.start.goals import goals_text
+from paceline.cli.start.nearest import require_known_verb
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> Verb:
     """Returns the verb that a command line asks for, with its options; leaves if it is none."""
+    require_known_verb(arguments, Verb)
     command: Verb = tyro.cli(
         Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
     )

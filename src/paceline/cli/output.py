@@ -13,6 +13,7 @@ import msgspec
 import tyro
 
 from paceline.core.errors import UsageError
+from paceline.core.units import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,21 +142,23 @@ class PlainProgress:
 
     def step(self, completed: int, total: int) -> None:
         """Says how far the present case is."""
-        self._say(f", step {completed} of {total}")
+        self._say(f", step {completed} of {total}", completed / total if total else 0.0)
 
     def next_case(self) -> None:
         """Says that a case is done."""
         self._num_done += 1
-        self._say("")
+        self._say("", 0.0)
 
-    def _say(self, within_case: str) -> None:
+    def _say(self, within_case: str, part_of_case: float) -> None:
         elapsed_s = time.monotonic() - self._began
         if elapsed_s - self._last_s < _PLAIN_PAUSE_S:
             return
         self._last_s = elapsed_s
+        done = (self._num_done + part_of_case) / self._num_cases
+        left = f", about {format_duration(elapsed_s / done - elapsed_s)} left" if done else ""
         sys.stderr.write(
             f"paceline: {self._num_done} of {self._num_cases} cases done{within_case}, "
-            f"{elapsed_s:.0f} s\n"
+            f"{elapsed_s:.0f} s{left}\n"
         )
         sys.stderr.flush()
 

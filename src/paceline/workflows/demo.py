@@ -12,31 +12,54 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
 from paceline.prediction.history import HistoryEntry, history_path, read_history
+from paceline.reports.evidence.training_run import read_run
+from paceline.reports.plots.runs.story import plot_story
+from paceline.reports.plots.style import save_as
 from paceline.training.forecast import forecast
 from paceline.training.remember import predicted_and_measured
 from paceline.training.toml_config import read_config
 from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.progress import progress_text
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PROMPT = "The for statement"
-_RATE = "1gbit"
+_RATE, _LINK = "1gbit", "1 Gbit/s"
 _RANKS = 2
 _SHAPE = {"d_model": 128, "d_ff": 384, "num_layers": 4, "num_heads": 4}
 _CONTEXT, _BATCH = 128, 16
 _STRATEGIES: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
 _POLL_S, _PAUSE_S = 0.2, 5.0
+_RUN = "run"
+_OUTCOME = "outcome.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoOutcome:
+    """What was predicted of the run and measured, and where it ran."""
+
+    step: HistoryEntry
+    """Its step time."""
+    link: str | None
+    """Rate between the ranks' hosts; None where they share one."""
+    strategy: StrategyName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """What was predicted, what was measured, and where the page is."""
+    """What was predicted, what was measured, and where the page and its picture are."""
 
     page: pathlib.Path
+    picture: pathlib.Path
     sample: str
     """How the model continues the prompt."""
     entries: tuple[HistoryEntry, ...]
@@ -59,7 +82,7 @@ class Demo:
     def run(self) -> Demonstration:
         """Goes through all steps."""
         lab = self._lab()
-        run, tokens = str(self.directory / "run"), str(self.directory / "tokens")
+        run, tokens = str(self.directory / _RUN), str(self.directory / "tokens")
         corpus, page = self._write_text(), self.directory / "demo.html"
         prepare = ["data", "prepare", str(corpus), "--tokenizer", "bytes", "--heldout", "0.1"]
         self._call([*prepare, "--out", tokens])
@@ -71,10 +94,13 @@ class Demo:
         self._call(["report", "run", run, "--out", str(page)])
         generate = ["generate", run, "--prompt", PROMPT, "--tokens", "160", "--temperature", "0.7"]
         entries = predicted_and_measured(read_config(config), known)
+        (step,) = [each for each in entries if each.quantity == "step_time_s"]
+        outcome = DemoOutcome(step=step, link=_LINK if lab else None, strategy=strategy)
+        (self.directory / _OUTCOME).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+        picture = self.directory / "demo.png"
+        save_as(draw_demo(self.directory), picture)
         return Demonstration(
-            page=page,
-            sample=self._call(generate).strip(),
-            entries=tuple(each for each in entries if each.quantity == "step_time_s"),
+            page=page, picture=picture, sample=self._call(generate).strip(), entries=(step,)
         )
 
     def _calibrate(self, lab: Sequence[str]) -> pathlib.Path:
@@ -112,7 +138,7 @@ class Demo:
         path = self.directory / "run.toml"
         model = "\n".join(f"{name} = {size}" for name, size in _SHAPE.items())
         path.write_text(
-            f'out = "{self.directory / "run"}"\n\n[model]\npreset = "bytes-6M"\n{model}\n\n'
+            f'out = "{self.directory / _RUN}"\n\n[model]\npreset = "bytes-6M"\n{model}\n\n'
             f'[data]\nsources = [{{ place = "{tokens}" }}]\ncontext_length = {_CONTEXT}\n\n'
             f"[training]\nsteps = {self.steps}\nbatch_size = {_BATCH}\n\n"
             f"[optimizer]\nlearning_rate = 3e-3\n\n"
@@ -161,3 +187,22 @@ class Demo:
             if run is not None and time.monotonic() - said > _PAUSE_S:
                 said = time.monotonic()
                 self.say(f"  {progress_text(run)}")
+
+
+def read_outcome(directory: pathlib.Path) -> DemoOutcome:
+    """Returns what came of a demonstration."""
+    return msgspec.json.decode((directory / _OUTCOME).read_bytes(), type=DemoOutcome)
+
+
+def draw_demo(directory: pathlib.Path) -> "Figure":
+    """Draws the run of a demonstration inside the band that was predicted."""
+    outcome = read_outcome(directory)
+    step = outcome.step
+    place = "on one host"
+    if outcome.link is not None:
+        place = f"on two emulated hosts with a link of {outcome.link}"
+    subtitle = (
+        f"{step.parameters:,} parameters, {outcome.strategy} {place}, "
+        f"{step.world_size} cores of {step.hardware}"
+    )
+    return plot_story(read_run(directory / _RUN), step, subtitle)

@@ -50,7 +50,7 @@ class LoopCommand:
     """Directory of the loop; loop.html in it is the page to look at."""
     exploration: float = 0.5
     """FLOPs of the sweep as a share of the budget; with 1, the final run has 12 times the FLOPs of
-    the largest small one, with 0.5 it has 23 times."""
+    the largest small one, with 0.5 it has 24 times."""
     epochs: float = 4.0
     """How often a run may see the training text, at most."""
     seed: int = 0

@@ -44,5 +44,7 @@ class DemoCommand:
         stdout_console().print(
             outcome_table(made.entries, "What was predicted, and what was measured")
         )
-        sys.stdout.write(f"{PROMPT} → {made.sample}\n\npage: {made.page}\n")
+        sys.stdout.write(
+            f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}\n"
+        )
         return 0

@@ -6,7 +6,7 @@ page it was made for. Files are reproducible: the same records give the same byt
 
 import pathlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import matplotlib
@@ -36,6 +36,14 @@ MEMORY_STYLES = {
     "temporary": ("#f0d26b", "..."),
 }
 """The colour and hatch of each part of memory."""
+_LIGHT_GRAY = "#c9d1d9"
+_BACKGROUND = "#0d1117"
+_DARK: dict[Any, Any] = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), _BACKGROUND),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _LIGHT_GRAY),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), _LIGHT_GRAY),
+}
+"""Colours of GitHub's dark theme."""
 _SIZE_INCHES = (8.0, 4.8)
 _SUBTITLE_CHARACTERS = 110
 
@@ -74,6 +82,17 @@ def subtitle(records: Sequence[Record]) -> str:
     """Returns what the records share, in lines that fit below a title."""
     shared, _varying = split_fields(records)
     return textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
+
+
+def dark(make: Callable[[], Figure]) -> Figure:
+    """Makes a picture for pages with a dark background."""
+    with matplotlib.rc_context(_DARK):
+        figure = make()
+    for artist in figure.findobj(lambda each: hasattr(each, "set_color")):
+        color = getattr(artist, "get_color", lambda: None)()
+        if isinstance(color, str) and color in (GRAY, "black"):
+            artist.set_color(_LIGHT_GRAY)  # type: ignore[attr-defined]
+    return figure
 
 
 def memory_unit(largest_bytes: float) -> tuple[int, str]:

@@ -10,8 +10,8 @@ from paceline.reports.tables.terminal import NOT_APPLICABLE
 WRITTEN: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "heldout_loss": ("held-out loss", "{:.4f}".format),
     "step_time_s": ("step time", format_seconds),
-    "memory_bytes": ("memory of a rank", format_binary_bytes),
-    "duration_s": ("duration of the run", format_duration),
+    "memory_bytes": ("rank memory", format_binary_bytes),
+    "duration_s": ("duration", format_duration),
 }
 """What each quantity is called, and how it is written."""
 
@@ -30,7 +30,7 @@ def _outcome_row(entry: HistoryEntry) -> tuple[str, ...]:
     predicted, inside = entry.predicted, entry.is_inside
     interval = NOT_APPLICABLE
     if predicted is not None and predicted.low is not None and predicted.high is not None:
-        interval = f"{written(predicted.low)} to {written(predicted.high)}"
+        interval = between(written(predicted.low), written(predicted.high))
     return (
         name,
         NOT_APPLICABLE if predicted is None else written(predicted.value),
@@ -39,6 +39,12 @@ def _outcome_row(entry: HistoryEntry) -> tuple[str, ...]:
         NOT_APPLICABLE if entry.error is None else f"{entry.error:+.1%}",
         NOT_APPLICABLE if inside is None else "yes" if inside else "no",
     )
+
+
+def between(low: str, high: str) -> str:
+    """Returns both ends, with a unit that they share only once."""
+    (number, *unit), (_, *other) = low.split(), high.split()
+    return f"{number if unit == other and len(unit) == 1 else low} to {high}"
 
 
 def coverage_table(found: Sequence[Coverage], caption: str) -> Table:

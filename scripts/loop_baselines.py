@@ -1,0 +1,108 @@
+"""What people do instead of a loop, with the FLOPs of one: its sweep and its final run together.
+
+python scripts/loop_baselines.py loops/seed-0 --config run.toml --work baselines --store out.jsonl
+
+A random search spreads the FLOPs over eight runs of random size and learning rate. The rule of
+thumb spends all of them on one model with 20 tokens per parameter: once with the learning rate of
+Step Law, once with 1e-3. An interrupted comparison goes on.
+"""
+
+import argparse
+import pathlib
+
+import msgspec
+import numpy as np
+
+from paceline.records.environment import threads_per_rank
+from paceline.scaling.allocation.model_shapes import rule_of_thumb_parameters
+from paceline.training.toml_config import read_config
+from paceline.workflows.loop.directory import LoopDirectory
+from paceline.workflows.sweep.design import PlannedRun, Question, find_shape, planned_run
+from paceline.workflows.sweep.directory import SweepDirectory
+from paceline.workflows.sweep.executors.local import LocalExecutor
+from paceline.workflows.sweep.rules import Rule
+from paceline.workflows.sweep.task import RunTask
+
+RANDOM, RULE = "random", "rule"
+_NUM_RANDOM = 8
+_SIZES = 10.0
+"""Random sizes reach from the rule of thumb's by this factor, both ways."""
+_RATES = 3e-4, 3e-2
+_USUAL_RATE = 1e-3
+_AT_ONCE = 2
+
+
+def main() -> None:
+    """Makes the runs that are missing, and writes a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("loop", type=pathlib.Path, help="directory of a loop that has ended")
+    parser.add_argument("--config", type=pathlib.Path, required=True)
+    parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--store", type=pathlib.Path, required=True)
+    arguments = parser.parse_args()
+    loop = LoopDirectory(arguments.loop)
+    outcome, layout = loop.outcome(), loop.layout()
+    if outcome is None or layout is None:
+        parser.error(f"{arguments.loop} has not ended")
+    question = loop.question().sweep
+    flops = outcome.sweep_flops + outcome.run_flops
+    random, rule = _random_runs(question, flops / _NUM_RANDOM), _rule_runs(question, flops)
+    directory = SweepDirectory(arguments.work)
+    state = directory.begin(question, read_config(arguments.config))
+    directory.keep(msgspec.structs.replace(state, runs=(*random, *rule)))
+    _make(directory, random, ranks=1, at_once=_AT_ONCE)
+    _make(directory, rule, ranks=layout.chosen.ranks, at_once=1)
+    rows = [msgspec.json.encode(row) + b"\n" for row in directory.rows(RANDOM, RULE)]
+    arguments.store.write_bytes(b"".join(rows))
+
+
+def _random_runs(question: Question, flops: float) -> list[PlannedRun]:
+    """Returns runs of random models and learning rates, both even in their logarithm."""
+    generator = np.random.default_rng(question.seed)
+    middle = rule_of_thumb_parameters(flops)
+    runs: list[PlannedRun] = []
+    while len(runs) < _NUM_RANDOM:
+        size = middle * _SIZES ** generator.uniform(-1, 1)
+        rate = float(np.exp(generator.uniform(*np.log(_RATES))))
+        shape = find_shape(question, size)
+        if shape is None:
+            continue
+        name = f"{RANDOM}-{len(runs) + 1:02d}"
+        run = planned_run(question, name, RANDOM, shape, flops, Rule())
+        if question.most_tokens is None or run.tokens <= question.most_tokens:
+            runs.append(_with_rate(run, rate))
+    return sorted(runs, key=lambda run: -run.steps)
+
+
+def _rule_runs(question: Question, flops: float) -> list[PlannedRun]:
+    """Returns the model with 20 tokens per parameter, at two learning rates."""
+    shape = find_shape(question, rule_of_thumb_parameters(flops))
+    if shape is None:
+        raise SystemExit(f"no model has 20 tokens per parameter with {flops:.3g} FLOPs")
+    by_law = planned_run(question, f"{RULE}-step-law", RULE, shape, flops, Rule())
+    usual = msgspec.structs.replace(_with_rate(by_law, _USUAL_RATE), name=f"{RULE}-usual-rate")
+    return [by_law, usual]
+
+
+def _with_rate(run: PlannedRun, rate: float) -> PlannedRun:
+    factor = run.learning_rate_factor * rate / run.learning_rate
+    return msgspec.structs.replace(run, learning_rate=rate, learning_rate_factor=factor)
+
+
+def _make(directory: SweepDirectory, runs: list[PlannedRun], *, ranks: int, at_once: int) -> None:
+    tasks = [
+        RunTask(
+            label=run.name,
+            directory=str(directory.run_directory(run)),
+            config=str(directory.write_config(run)),
+            ranks=ranks,
+            threads=threads_per_rank(ranks * at_once),
+        )
+        for run in directory.open_runs(runs)
+    ]
+    for label in LocalExecutor(at_once).run(tasks):
+        print(label, flush=True)
+
+
+if __name__ == "__main__":
+    main()
