@@ -5,9 +5,10 @@
 ARG BASE=pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime
 
 FROM python:3.12-slim AS build
-COPY . /source
-RUN pip install --no-cache-dir hatchling==1.29.0 \
-    && cd /source && python -m hatchling build --target wheel --directory /dist
+WORKDIR /source
+COPY . .
+RUN pip install --no-cache-dir hatchling==1.33.0 \
+    && python -m hatchling build --target wheel --directory /dist
 
 # hadolint ignore=DL3006
 FROM ${BASE}

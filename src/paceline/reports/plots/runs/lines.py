@@ -35,6 +35,19 @@ def mark_resumptions(axes: Axes, run: TrainingRun, *, has_label: bool = True) ->
         axes.axvline(step, color=RESUMED, linestyle=":", linewidth=1.2, label=label)
 
 
+def draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
+    """Draws the losses of evaluations."""
+    axes.plot(
+        [row.step for row in run.evaluations],
+        [row.loss for row in run.evaluations],
+        "o-",
+        color=PREDICTED,
+        markersize=4,
+        linewidth=0.8,
+        label=label,
+    )
+
+
 def thinned(
     places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:

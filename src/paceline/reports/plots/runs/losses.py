@@ -6,7 +6,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.plots.runs.lines import (
     MEASURED,
-    PREDICTED,
+    draw_held_out,
     mark_resumptions,
     run_figure,
     smoothed,
@@ -23,15 +23,7 @@ def plot_losses(run: TrainingRun) -> Figure:
     axes.plot(*thinned(steps, losses), color=MEASURED, alpha=0.3, linewidth=0.8)
     axes.plot(*smoothed(steps, losses), color=MEASURED, label="training, smoothed")
     if run.evaluations:
-        axes.plot(
-            [row.step for row in run.evaluations],
-            [row.loss for row in run.evaluations],
-            "o-",
-            color=PREDICTED,
-            markersize=4,
-            linewidth=0.8,
-            label="held-out",
-        )
+        draw_held_out(axes, run, "held-out")
     if (final := run.expected.final_loss) is not None and final.low and final.high:
         axes.errorbar(
             run.expected.num_steps,

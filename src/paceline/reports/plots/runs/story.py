@@ -6,7 +6,13 @@ from matplotlib.figure import Figure
 from paceline.core.units import format_seconds
 from paceline.prediction.history import HistoryEntry
 from paceline.reports.evidence.training_run import TrainingRun
-from paceline.reports.plots.runs.lines import MEASURED, PREDICTED, mark_resumptions, smoothed
+from paceline.reports.plots.runs.lines import (
+    MEASURED,
+    PREDICTED,
+    draw_held_out,
+    mark_resumptions,
+    smoothed,
+)
 from paceline.reports.plots.style import GRAY, add_grid, blank_figure
 from paceline.reports.tables.planning.forecasts import between
 
@@ -61,14 +67,6 @@ def _draw_steps(axes: Axes, run: TrainingRun, step: HistoryEntry) -> None:
 def _draw_loss(axes: Axes, run: TrainingRun) -> None:
     steps, losses = [row.step for row in run.steps], [row.loss for row in run.steps]
     axes.plot(*smoothed(steps, losses), color=MEASURED, label="training")
-    axes.plot(
-        [row.step for row in run.evaluations],
-        [row.loss for row in run.evaluations],
-        "o-",
-        color=PREDICTED,
-        markersize=4,
-        linewidth=0.8,
-        label="held-out text",
-    )
+    draw_held_out(axes, run, "held-out text")
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False, fontsize="small")
