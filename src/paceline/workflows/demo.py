@@ -58,8 +58,8 @@ class DemoOutcome:
 class Demonstration:
     """What was predicted, what was measured, and where the page and its picture are."""
 
-    page: pathlib.Path
-    picture: pathlib.Path
+    page: str
+    picture: str
     sample: str
     """How the model continues the prompt."""
     entries: tuple[HistoryEntry, ...]
@@ -100,7 +100,10 @@ class Demo:
         picture = self.directory / "demo.png"
         save_as(draw_demo(self.directory), picture)
         return Demonstration(
-            page=page, picture=picture, sample=self._call(generate).strip(), entries=(step,)
+            page=str(page),
+            picture=str(picture),
+            sample=self._call(generate).strip(),
+            entries=(step,),
         )
 
     def _calibrate(self, lab: Sequence[str]) -> pathlib.Path:
