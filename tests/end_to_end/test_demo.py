@@ -39,6 +39,6 @@ def test_from_nothing_to_a_page_in_five_minutes(tmp_path: pathlib.Path) -> None:
     assert step["predicted"]["value"] == pytest.approx(step["measured"], rel=0.5)
     assert len(found["sample"]) > 50
     page = (tmp_path / "demo" / "demo.html").read_text(encoding="utf-8")
-    assert "Step time: predicted against measured" in page
+    assert "Histogram of step times, and what was predicted" in page
     # Every command was shown, and each is one that the reader can type.
     assert made.stderr.count("$ paceline ") == 5
