@@ -13,7 +13,7 @@ import sys
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.training.audit import audit_run
-from paceline.workflows.loop.directory import LAYOUT, MODEL, LoopDirectory
+from paceline.workflows.loop.directory import MODEL, LoopDirectory
 from paceline.workflows.sweep.directory import ENDED
 
 _FINISHED = '"name":"finished"'
@@ -102,20 +102,23 @@ def _compare(peaceful: LoopDirectory, killed: LoopDirectory) -> list[tuple[str, 
         ("num_runs_in_peace", _num_ended(peaceful)),
         ("most_endings_of_a_run", max(finished)),
         ("samples_wrong", wrong),
-        ("same_model", float(_same(peaceful, killed, MODEL))),
-        ("same_layout", float(_same(peaceful, killed, LAYOUT))),
+        ("same_model", float(_model(peaceful) == _model(killed))),
+        ("same_layout", float(_chosen(peaceful) == _chosen(killed))),
         ("same_sweep_losses", float(_sweep_losses(peaceful) == _sweep_losses(killed))),
         ("heldout_loss_in_peace", _loss(peaceful)),
         ("heldout_loss", _loss(killed)),
     ]
 
 
-def _same(first: LoopDirectory, second: LoopDirectory, name: str) -> bool:
-    if name == LAYOUT:
-        # Times differ from day to day; what was chosen by them is compared.
-        chosen = [layout.chosen for layout in (first.layout(), second.layout()) if layout]
-        return len({(each.ranks, each.strategy) for each in chosen}) == 1
-    return (first.path / name).read_bytes() == (second.path / name).read_bytes()
+def _model(loop: LoopDirectory) -> bytes:
+    return (loop.path / MODEL).read_bytes()
+
+
+def _chosen(loop: LoopDirectory) -> tuple[int, str]:
+    """Returns what times have decided, which differ from day to day themselves."""
+    layout = loop.layout()
+    assert layout is not None
+    return layout.chosen.ranks, layout.chosen.strategy
 
 
 def _sweep_losses(loop: LoopDirectory) -> dict[str, float | None]:

@@ -9,6 +9,7 @@ taken: near the optimum the loss hardly feels it. Models of a sweep come from a 
 """
 
 import dataclasses
+import functools
 import math
 
 from paceline.accounting.flops import flops_per_token
@@ -95,14 +96,21 @@ def ladder_shape(parameters: float, *, vocab_size: int, context_length: int) -> 
     Depth follows from width, so that losses of neighbouring sizes lie on one curve: at the same
     size and FLOPs, a small model of two layers ends 3% above one of four.
     """
-    shapes = [_rung(width, vocab_size, context_length) for width in _ladder_widths()]
-    best = min(shapes, key=lambda shape: abs(math.log(count_parameters(shape).total / parameters)))
-    if count_parameters(best).total > 2 * parameters:
+    ladder = _ladder(vocab_size, context_length)
+    total, best = min(ladder, key=lambda rung: abs(math.log(rung[0] / parameters)))
+    if total > 2 * parameters:
         raise UsageError(
             f"no model of a ladder has only {parameters:.3g} parameters with a vocabulary of "
             f"{vocab_size}; use a smaller vocabulary"
         )
     return best
+
+
+@functools.cache
+def _ladder(vocab_size: int, context_length: int) -> tuple[tuple[int, ModelShape], ...]:
+    """Returns all shapes with their parameters; a sweep asks for hundreds of sizes."""
+    shapes = [_rung(width, vocab_size, context_length) for width in _ladder_widths()]
+    return tuple((count_parameters(shape).total, shape) for shape in shapes)
 
 
 def _rung(width: int, vocab_size: int, context_length: int) -> ModelShape:

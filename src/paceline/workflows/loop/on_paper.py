@@ -29,6 +29,7 @@ from paceline.workflows.loop.directory import LoopQuestion
 from paceline.workflows.sweep.design import (
     COST_OF_LARGEST,
     FINAL,
+    NUM_LATER,
     PlannedRun,
     Question,
     find_shape,
@@ -41,7 +42,6 @@ from paceline.workflows.sweep.rules import Rule
 
 _START_S = 10.0
 """Of a run, until its first step; the sweep will tell."""
-_NUM_REFINING = 13
 
 
 def expected_final(question: LoopQuestion) -> PlannedRun:
@@ -74,7 +74,7 @@ def expected_seconds(
         for run in runs
     ]
     per_flop = sum(times) / sum(run.flops for run in runs)
-    starts = (len(runs) + _NUM_REFINING) * _START_S
+    starts = (len(runs) + NUM_LATER) * _START_S
     final = forecast(run_config(base, expected_final(question), place), at_once, calibration)
     return {
         "sweep": (sum(times) + refining_flops(question.sweep) * per_flop + starts) / at_once,

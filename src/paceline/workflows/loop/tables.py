@@ -5,6 +5,7 @@ from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.workflows.loop.directory import ChosenLayout
 from paceline.workflows.loop.on_paper import ClusterPlan
+from paceline.workflows.sweep.design import NUM_LATER
 
 
 def layout_table(layout: ChosenLayout) -> Table:
@@ -37,7 +38,7 @@ def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
     rows = (
         (
             "sweep",
-            f"{len(plan.sweep)} runs, then about 13 more: {plan.sweep_flops:.3g} FLOPs "
+            f"{len(plan.sweep)} runs, then about {NUM_LATER} more: {plan.sweep_flops:.3g} FLOPs "
             f"({plan.exploration:.1%} of the budget), {plan.sweep_days:.3g} days",
             "the same MFU as the large run is assumed",
         ),

@@ -54,6 +54,10 @@ COST_OF_LARGEST = COST_OF_FIT + sum(
 """FLOPs of all runs, the check's included, over those of one of the largest."""
 
 
+NUM_LATER = 1 + len(VARIED_BATCHES) + (_NUM_LEVELS - _NUM_EXPLORED) * _REFINING[1]
+"""Runs that are planned when the first ones have told their losses."""
+
+
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What a sweep is to tell, and what it may cost."""
 
