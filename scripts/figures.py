@@ -358,6 +358,7 @@ DRAWN = {
     "planner-accuracy": lambda: plot_validation(read("planner-validation")),
     "layouts-backtest": draw_layouts,
     "loop-target": draw_target,
+    "loop-target-dark": lambda: dark(draw_target),
     "loop-errors": draw_errors,
     "demo": lambda: draw_demo(RESULTS / "demo"),
     "demo-dark": lambda: dark(lambda: draw_demo(RESULTS / "demo")),

@@ -3,8 +3,8 @@
 python scripts/loop_baselines.py loops/seed-0 --config run.toml --work baselines --store out.jsonl
 
 A random search spreads the FLOPs over eight runs of random size and learning rate. The rule of
-thumb spends all of them on one model with 20 tokens per parameter: once with the learning rate of
-Step Law, once with 1e-3. An interrupted comparison goes on.
+thumb spends all of them on one model with 20 tokens per parameter, at a learning rate of 1e-3. An
+interrupted comparison goes on.
 """
 
 import argparse
@@ -41,17 +41,17 @@ def main() -> None:
     parser.add_argument("--store", type=pathlib.Path, required=True)
     arguments = parser.parse_args()
     loop = LoopDirectory(arguments.loop)
-    outcome, layout = loop.outcome(), loop.layout()
-    if outcome is None or layout is None:
+    outcome = loop.outcome()
+    if outcome is None:
         parser.error(f"{arguments.loop} has not ended")
     question = loop.question().sweep
     flops = outcome.sweep_flops + outcome.run_flops
-    random, rule = _random_runs(question, flops / _NUM_RANDOM), _rule_runs(question, flops)
+    # The longest run first, so that no core waits for it in the end.
+    runs = [_rule_run(question, flops), *_random_runs(question, flops / _NUM_RANDOM)]
     directory = SweepDirectory(arguments.work)
     state = directory.begin(question, read_config(arguments.config))
-    directory.keep(msgspec.structs.replace(state, runs=(*random, *rule)))
-    _make(directory, random, ranks=1, at_once=_AT_ONCE)
-    _make(directory, rule, ranks=layout.chosen.ranks, at_once=1)
+    directory.keep(msgspec.structs.replace(state, runs=tuple(runs)))
+    _make(directory, runs)
     rows = [msgspec.json.encode(row) + b"\n" for row in directory.rows(RANDOM, RULE)]
     arguments.store.write_bytes(b"".join(rows))
 
@@ -74,14 +74,12 @@ def _random_runs(question: Question, flops: float) -> list[PlannedRun]:
     return sorted(runs, key=lambda run: -run.steps)
 
 
-def _rule_runs(question: Question, flops: float) -> list[PlannedRun]:
-    """Returns the model with 20 tokens per parameter, at two learning rates."""
+def _rule_run(question: Question, flops: float) -> PlannedRun:
+    """Returns the model with 20 tokens per parameter."""
     shape = find_shape(question, rule_of_thumb_parameters(flops))
     if shape is None:
         raise SystemExit(f"no model has 20 tokens per parameter with {flops:.3g} FLOPs")
-    by_law = planned_run(question, f"{RULE}-step-law", RULE, shape, flops, Rule())
-    usual = msgspec.structs.replace(_with_rate(by_law, _USUAL_RATE), name=f"{RULE}-usual-rate")
-    return [by_law, usual]
+    return _with_rate(planned_run(question, RULE, RULE, shape, flops, Rule()), _USUAL_RATE)
 
 
 def _with_rate(run: PlannedRun, rate: float) -> PlannedRun:
@@ -89,18 +87,18 @@ def _with_rate(run: PlannedRun, rate: float) -> PlannedRun:
     return msgspec.structs.replace(run, learning_rate=rate, learning_rate_factor=factor)
 
 
-def _make(directory: SweepDirectory, runs: list[PlannedRun], *, ranks: int, at_once: int) -> None:
+def _make(directory: SweepDirectory, runs: list[PlannedRun]) -> None:
     tasks = [
         RunTask(
             label=run.name,
             directory=str(directory.run_directory(run)),
             config=str(directory.write_config(run)),
-            ranks=ranks,
-            threads=threads_per_rank(ranks * at_once),
+            ranks=1,
+            threads=threads_per_rank(_AT_ONCE),
         )
         for run in directory.open_runs(runs)
     ]
-    for label in LocalExecutor(at_once).run(tasks):
+    for label in LocalExecutor(_AT_ONCE).run(tasks):
         print(label, flush=True)
 
 

@@ -1,4 +1,7 @@
-"""Loops from a budget to a model: what was predicted and measured, from `loop_study.py`'s files."""
+"""Loops from a budget to a model: what was predicted and measured, from `results/loop`.
+
+They come from `loop_study.py`.
+"""
 
 import pathlib
 from typing import TYPE_CHECKING
@@ -7,7 +10,7 @@ import msgspec
 
 from paceline.prediction.history import HistoryEntry, coverage
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
-from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.planning.forecasts import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep
@@ -21,12 +24,46 @@ FIRST = LOOPS / "seed-0"
 
 
 def loop_tables() -> dict[str, Table]:
-    """Returns the outcome of the loop, and how well the runs of its sweep were predicted."""
+    """Returns what was predicted of every loop, and what came of it."""
     directory = LoopDirectory(FIRST)
+    finals = [entry for each in _loops() for entry in _outcome(each).entries]
     return {
         "loop": outcome_table(_outcome(directory).entries, _caption(directory)),
-        "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of its sweep"),
+        "loop-seeds": _seeds_table(),
+        "loop-coverage": coverage_table(coverage(finals), "Final runs of all loops"),
+        "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of the sweeps"),
     }
+
+
+def _loops() -> list[LoopDirectory]:
+    return [LoopDirectory(path) for path in sorted(LOOPS.glob("seed-*"))]
+
+
+def _seeds_table() -> Table:
+    """Makes a row for every loop: its model, and how far each prediction was off."""
+    rows = []
+    for each in _loops():
+        model, entries = each.model(), _outcome(each).entries
+        assert model is not None
+        rows.append(
+            (
+                str(each.question().seed),
+                f"{model.run.parameters:,}",
+                f"{model.run.tokens:,}",
+                f"{model.extrapolation:.1f}x",
+                *(_error(entry) for entry in entries),
+            )
+        )
+    quantities = (WRITTEN[entry.quantity][0] for entry in _outcome(LoopDirectory(FIRST)).entries)
+    return Table(
+        headers=("seed", "parameters", "tokens", "extrapolated", *quantities),
+        rows=tuple(rows),
+        caption="Errors of the predictions; * is outside of the 90% interval",
+    )
+
+
+def _error(entry: HistoryEntry) -> str:
+    return f"{entry.error:+.1%}{'' if entry.is_inside else '*'}"
 
 
 def _sweep_entries() -> list[HistoryEntry]:

@@ -104,8 +104,8 @@ def fit_correction(cases: Sequence[BacktestCase], groups: Groups = GROUPS) -> Co
     """Learns factors from cases, and an interval from how each is predicted by the others."""
     if len(cases) < FEWEST_CASES:
         raise UsageError(
-            f"{len(cases)} measured cases are too few for an interval; "
-            f"measure at least {FEWEST_CASES} beside the one that is predicted"
+            f"{len(cases)} measured cases are too few for an interval; measure at least "
+            f"{FEWEST_CASES} besides the one that is predicted"
         )
     rows = np.stack([_grouped(case.terms, groups) / case.measured_s for case in cases])
     # One factor per group, so that rows times factors is close to 1.

@@ -104,9 +104,9 @@ def nearest_times(
         return nearest.forward_s, nearest.backward_s
     if distance > _FARTHEST:
         raise UsageError(
-            f"nothing like {_dimensions_text(dimensions)} was calibrated, the nearest is "
-            f"{_dimensions_text(nearest.dimensions)}; run paceline calibrate with this model and "
-            "batch into the same store"
+            f"{_dimensions_text(dimensions)} was not calibrated, nor anything close; the nearest "
+            f"is {_dimensions_text(nearest.dimensions)}; run paceline calibrate with this model "
+            "and batch into the same store"
         )
     weights = [1 / distance**2 for distance, _ in ranked]
 
@@ -128,5 +128,5 @@ def _dimensions_text(dimensions: tuple[int, ...]) -> str:
 
 def _require(costs: Mapping[str, _Cost], operation: Operation) -> _Cost:
     if operation not in costs:
-        raise UsageError(f"the calibration holds no {operation}; run paceline calibrate again")
+        raise UsageError(f"the calibration has no {operation}; run paceline calibrate again")
     return costs[operation]

@@ -64,8 +64,8 @@ def _calibration(topology: _Topology, measured: _ByQuantity) -> Calibration:
         return _from_records(topology, measured)
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"a record of a calibration lacks {error} or has another value than was measured; run "
-            "paceline calibrate again"
+            f"a calibration record lacks {error} or has an invalid value; run paceline calibrate "
+            "again"
         ) from error
 
 
@@ -73,7 +73,7 @@ def _from_records(topology: _Topology, measured: _ByQuantity) -> Calibration:
     for quantity in (_FIRST, "attention", "stream", "copy", "call", "optimizer"):
         if quantity not in measured:
             raise UsageError(
-                f"a calibration lacks {quantity!r}; run paceline calibrate again, to its end"
+                f"a calibration lacks {quantity!r}; run paceline calibrate again until it finishes"
             )
 
     def value(quantity: str, metric: str = "element_time_s") -> float:

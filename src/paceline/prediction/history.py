@@ -2,8 +2,9 @@
 
 One store for a machine: `paceline loop` adds what it predicted of each run and what was measured.
 A later prediction of the same quantity on the same hardware is corrected by those before it: a
-time by their ratio, memory by their difference, runs with a like prediction counting most. Its
-interval is as wide as nine in ten of those were off.
+time by their ratio, memory by their difference. Runs with a like prediction count most, and runs on
+one rank count little for those on several. The interval is as wide as nine in ten of those were
+off.
 """
 
 import dataclasses
@@ -27,6 +28,8 @@ _VARIABLE = "PACELINE_HISTORY"
 _LEVEL = 0.9
 _FEWEST = 5
 """Earlier runs without which a prediction is not corrected."""
+_OTHER_KIND = 0.1
+"""Weight of a run on one rank for one on several, whose collectives it has not seen."""
 _LEAST_SPREAD = 0.03
 """No interval is narrower on either side: runs of one model differ by as much."""
 
@@ -111,7 +114,11 @@ def append_history(path: pathlib.Path, entries: Iterable[HistoryEntry]) -> None:
 
 
 def corrected(
-    quantity: Quantity, formula: float, hardware: str, history: Sequence[HistoryEntry]
+    quantity: Quantity,
+    formula: float,
+    hardware: str,
+    world_size: int,
+    history: Sequence[HistoryEntry],
 ) -> Estimate:
     """Returns what a formula predicts, corrected by earlier runs, with an interval if they allow.
 
@@ -119,18 +126,21 @@ def corrected(
         quantity: What is predicted.
         formula: What the formulas alone predict; runs with a like prediction count most.
         hardware: The machine, of which alone earlier runs count.
+        world_size: Ranks of the run; what one rank alone did says little of several, and the other
+            way round.
         history: Earlier runs.
     """
     known = [
-        (each.formula, each.measured)
+        (each.formula, each.measured, (each.world_size > 1) == (world_size > 1))
         for each in history
         if each.quantity == quantity and each.hardware == hardware and each.formula is not None
     ]
     if len(known) < _FEWEST:
         return Estimate(value=formula)
-    formulas, measured = np.array(known, dtype=np.float64).T
+    formulas, measured, is_same_kind = np.array(known, dtype=np.float64).T
     # Short steps are off by what a step costs beside its matmuls, long ones are not.
     weights = 1 / (1 + np.log2(formulas / formula) ** 2)
+    weights *= np.where(is_same_kind, 1.0, _OTHER_KIND)
     if quantity == "memory_bytes":
         # What a process holds beside its tensors does not grow with them.
         beside = _quantile(measured - formulas, weights, 0.5)

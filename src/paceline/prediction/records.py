@@ -84,8 +84,8 @@ def backtest_cases(records: Iterable[Record]) -> list[BacktestCase]:
     if not joined:
         raise UsageError(
             f"none of {len(predicted)} predicted steps was measured, and none of {len(measured)} "
-            f"measured ones predicted{_first_difference(predicted, measured)}; run paceline plan "
-            "step and paceline bench ddp with the same model, batch, strategies and ranks"
+            f"measured steps was predicted{_first_difference(predicted, measured)}; run paceline "
+            "plan step and paceline bench ddp with the same model, batch, strategies and ranks"
         )
     return [
         BacktestCase(

@@ -61,8 +61,8 @@ def describe_design(belief: Belief, target: float) -> str:
     """Says in a line what `design_record` holds of N, and under which condition."""
     size, factor = _best_size(belief, target)
     return (
-        f"N at {target:.3g} FLOPs: {size:.3g}, known to a factor of {factor:.3g} (90%) if losses "
-        f"repeat to {belief.noise:.1%}"
+        f"N at {target:.3g} FLOPs: {size:.3g}, known to within a factor of {factor:.3g} (90%) if "
+        f"repeated losses agree to {belief.noise:.1%}"
     )
 
 

@@ -30,50 +30,50 @@ class ModelConfig:
     """The model to train."""
 
     preset: str = "bytes-6M"
-    """A named shape; the fields below change it."""
+    """Model preset; the fields below override it."""
     hugging_face: str | None = None
-    """Directory of a Hugging Face causal language model to train instead. Without weights in it,
-    they are drawn from training.seed."""
+    """Directory of a Hugging Face causal language model to train instead. If it has no weights,
+    they are initialized from training.seed."""
     vocab_size: int | None = None
-    """Rows of the embedding, at least those of the tokenizer."""
+    """Vocabulary size of the embedding, at least that of the tokenizer."""
     d_model: int | None = None
     """Width of the residual stream."""
     d_ff: int | None = None
     """Width of the feed-forward layer."""
     num_layers: int | None = None
-    """Number of blocks."""
+    """Number of transformer blocks."""
     num_heads: int | None = None
     """Query heads per attention layer."""
     num_kv_heads: int | None = None
     """Key-value heads (grouped-query attention)."""
     head_dim: int | None = None
-    """Width of one head; d_model / num_heads unless given."""
+    """Dimension of a head; by default d_model / num_heads."""
     max_context_length: int | None = None
-    """Longest sequence that the model accepts."""
+    """Maximum context length of the model, in tokens."""
     tied_embeddings: bool | None = None
     """Whether the output layer reuses the embedding's weights."""
     rope_theta: float | None = None
-    """Base of the rotary frequencies."""
+    """Base of the rotary position embedding (RoPE)."""
     norm_epsilon: float | None = None
-    """Added to the mean square before its root is taken."""
+    """Epsilon of RMSNorm, added to the mean square."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute each block's activations during backward instead of keeping them."""
     compile_blocks: bool = False
-    """Compile every block on its own with torch.compile."""
+    """Compile each block separately with torch.compile."""
 
     def __post_init__(self) -> None:
         if self.hugging_face is None:
             return
         for name in self._changes():
             raise UsageError(
-                f"model.{name} changes a preset, and the shape of model.hugging_face is in its "
+                f"model.{name} changes a preset, and model.hugging_face takes its shape from "
                 "config.json; leave one of them out"
             )
         for name in ("activation_checkpointing", "compile_blocks"):
             if getattr(self, name) not in ("none", False):
                 raise UsageError(
-                    f"model.{name} knows the blocks of Paceline's own model, not those of "
-                    "model.hugging_face; leave it out"
+                    f"model.{name} is for Paceline's own model, not for model.hugging_face; leave "
+                    "it out"
                 )
 
     @property
@@ -98,40 +98,40 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model reads."""
+    """Training data."""
 
     sources: tuple[SourceConfig, ...]
     """Prepared datasets, each with its weight in the mixture."""
     context_length: int = 256
-    """Tokens of a sequence."""
+    """Context length: tokens per sequence."""
     window: int | None = None
-    """Samples that are shuffled among each other; the whole epoch unless given. For data in S3."""
+    """Samples per shuffle window, for data in S3; by default, the whole epoch is shuffled."""
     cache_directory: str | None = None
-    """Where shards from S3 are kept."""
+    """Directory that caches shards from S3."""
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise UsageError("data.sources is empty; name what paceline data prepare has made")
+            raise UsageError("data.sources is empty; name a dataset of paceline data prepare")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How long to train, and what a step is."""
+    """Number of steps, batch size, precision and gradient clipping."""
 
     steps: int = 200
-    """Steps of the run, at which the schedule ends."""
+    """Number of training steps; the learning-rate schedule ends at the last one."""
     batch_size: int = 16
-    """Sequences per step, over all ranks."""
+    """Global batch size: sequences per step, over all ranks."""
     micro_batch_size: int = 8
-    """Sequences that a rank computes at a time; the rest of its part is accumulated."""
+    """Sequences per micro-batch of a rank; gradients are accumulated over its micro-batches."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """dtype to compute in; bfloat16 is autocast over float32 weights."""
     clip_norm: float = 1.0
-    """Norm of all gradients above which they are scaled down; 0 for no clipping."""
+    """Maximum norm of all gradients, to which they are clipped; 0 for no clipping."""
     seed: int = 0
-    """Decides initial weights and the order of the data."""
+    """Random seed of the initial weights and the order of the training data."""
     deterministic: bool = False
-    """Refuse operations whose result varies from run to run."""
+    """Use deterministic operations only; an operation that is not deterministic is an error."""
 
     def __post_init__(self) -> None:
         _require_positive("training", self, "steps", "batch_size", "micro_batch_size")
@@ -145,22 +145,22 @@ class StepConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What makes steps of gradients."""
+    """Optimizer and its hyperparameters."""
 
     name: OptimizerName = "adamw"
-    """adamw, or muon for the matrices of the blocks and adamw for the rest."""
+    """adamw, or muon for the matrices of the blocks and adamw for all other parameters."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     muon_learning_rate: float = 0.02
-    """Peak learning rate of what Muon trains."""
+    """Peak learning rate of the parameters that Muon trains."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon of AdamW, added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decay of matrices; vectors (norms, biases) have none."""
+    """Weight decay of matrices; vectors (norms, biases) are not decayed."""
 
     def __post_init__(self) -> None:
         _require_positive("optimizer", self, "learning_rate", "muon_learning_rate", "epsilon")
@@ -175,16 +175,16 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate from step to step."""
+    """Learning-rate schedule."""
 
     name: ScheduleName = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant."""
     warmup_steps: int = 10
-    """Steps from zero to the peak."""
+    """Warm-up steps, from zero to the peak learning rate."""
     decay_fraction: float = 0.2
-    """Part of the run in which wsd falls to its end."""
+    """Fraction of the run over which wsd decays the learning rate."""
     final_fraction: float = 0.1
-    """Learning rate at the end, as a part of the peak."""
+    """Final learning rate, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -196,39 +196,39 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How ranks share the work."""
+    """Parallelism: how the ranks share the work."""
 
     strategy: StrategyName = "bucketed"
-    """A strategy of paceline bench ddp; one rank needs none of them. With any of the axes below it
-    says what is sharded, and torch does it (FSDP2)."""
+    """Data-parallel strategy, as in paceline bench ddp; not used by a single rank. With any of the
+    axes below, it says what is sharded, and torch's FSDP2 shards it."""
     tensor: int = 1
-    """Ranks over which each matrix is split."""
+    """Tensor-parallel ranks, over which each matrix is split."""
     sequence_parallel: bool = False
-    """Whether these ranks split norms and residuals over the sequence, too."""
+    """Whether tensor-parallel ranks also split norms and residuals over the sequence."""
     context: int = 1
-    """Ranks over which each sequence is split."""
+    """Context-parallel ranks, over which each sequence is split."""
     pipeline: int = 1
-    """Pipeline ranks over which the blocks are split."""
+    """Pipeline-parallel ranks, over which the blocks are split."""
     interleave: int = 1
-    """Virtual stages that each pipeline rank holds (interleaved 1F1B)."""
+    """Virtual stages per pipeline rank (interleaved 1F1B)."""
     replicate: int = 1
-    """Copies of sharded states; the ranks that all axes leave share one copy."""
+    """Replicas of the sharded states, each sharded over the ranks that the axes leave over."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one."""
+    """auto uses a GPU if there is one."""
     timeout_s: float = 600.0
-    """Seconds after which a rank that does not answer ends the run."""
+    """Seconds after which an unresponsive rank ends the run."""
     elastic: Literal["none", "replicas"] = "none"
-    """replicas: every rank is a replica by itself, which may be lost and come back while the others
-    train on (extra elastic)."""
+    """replicas: each rank is a replica that may fail and rejoin while the others continue to train
+    (needs the extra elastic)."""
     elastic_batch: Literal["kept", "live"] = "kept"
-    """What a step is when a replica is missing: kept leaves training.batch_size as it is, and the
-    others accumulate more; live leaves out the part of those that are missing."""
+    """Batch of a step when a replica is missing: kept keeps training.batch_size, and the other
+    replicas accumulate more; live leaves out the share of missing replicas."""
     heartbeat_timeout_s: float = 5.0
     """Seconds without a heartbeat after which a replica counts as lost."""
     replica_timeout_s: float = 60.0
-    """Seconds after which a replica that lives and does not answer counts as lost."""
+    """Seconds after which a replica that is alive but unresponsive counts as lost."""
 
     def __post_init__(self) -> None:
         find_strategy(self.strategy)
@@ -244,7 +244,7 @@ class ParallelConfig:
         if self.elastic == "replicas" and self.strategy != "bucketed":
             raise UsageError(
                 f"parallel.elastic replicas keeps a whole model on every rank, which "
-                f"parallel.strategy {self.strategy} does not; take bucketed"
+                f"parallel.strategy {self.strategy} does not; use bucketed"
             )
 
     def strategy_on(self, world_size: int) -> StrategyName:
@@ -258,22 +258,22 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept so that the run can go on after anything."""
+    """Checkpoints, from which an interrupted run resumes."""
 
     every_steps: int = 100
-    """Steps between checkpoints; the last step makes one in any case."""
+    """Steps between checkpoints; the last step always saves one."""
     keep_last: int = 2
-    """Checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are removed."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Write checkpoints while training continues."""
     grace_s: float = 25.0
-    """Seconds to finish the step and save in, when the run is asked to stop; torchrun and Slurm
-    wait for 30 by default."""
+    """Seconds to finish the step and save a checkpoint when the run is asked to stop; torchrun and
+    Slurm wait for 30 by default."""
     memory_every_steps: int = 0
-    """Steps between states that are kept in the hosts' memory, each part with a replica on the next
-    host; 0 for none."""
+    """Steps between checkpoints in host memory, each shard with a replica on the next host; 0 for
+    none."""
     memory_directory: str = "/dev/shm"
-    """A tmpfs that every host has, for what is kept in memory."""
+    """A tmpfs on every host, for checkpoints in host memory."""
 
     def __post_init__(self) -> None:
         _require_positive("checkpoint", self, "every_steps", "keep_last", "grace_s")
@@ -293,16 +293,16 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How well the model does on held-out text."""
+    """Evaluation on held-out text, and text samples."""
 
     every_steps: int = 100
-    """Steps between evaluations; the last step makes one in any case."""
+    """Steps between evaluations; the last step is always evaluated."""
     sequences: int = 64
-    """Held-out sequences, the same ones every time; 0 for no evaluation."""
+    """Held-out sequences, the same in every evaluation; 0 for no evaluation."""
     sample_prompt: str | None = None
-    """Text that the model continues after each evaluation."""
+    """Prompt that the model continues after each evaluation."""
     sample_tokens: int = 64
-    """Tokens of the continuation."""
+    """Tokens to generate after the prompt."""
 
     def __post_init__(self) -> None:
         _require_positive("evaluation", self, "every_steps", "sample_tokens")
@@ -311,18 +311,18 @@ class EvaluationConfig:
         if self.sample_prompt is not None and not self.sequences:
             raise UsageError(
                 "evaluation.sample_prompt is continued after each evaluation, and "
-                "evaluation.sequences 0 makes none; set it to 1 or more"
+                "evaluation.sequences 0 turns evaluation off; set it to 1 or more"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What one sees of the run."""
+    """Logging and experiment trackers."""
 
     every_steps: int = 10
-    """Steps between lines of a log, and between looks at memory and exposed communication."""
+    """Steps between log lines, and between samples of memory and exposed communication."""
     sinks: tuple[SinkName, ...] = ()
-    """Trackers that get the metrics, too: tensorboard, wandb, mlflow."""
+    """Experiment trackers that also receive the metrics: tensorboard, wandb, mlflow."""
 
     def __post_init__(self) -> None:
         _require_positive("logging", self, "every_steps")
@@ -351,12 +351,12 @@ class RunConfig:
         elif self.optimizer.name == "muon":
             raise UsageError(
                 "optimizer.name muon trains the matrices of Paceline's own blocks, and "
-                "model.hugging_face has others; take adamw"
+                "model.hugging_face has others; use adamw"
             )
         if self.parallel.elastic == "replicas" and self.checkpoint.memory_every_steps:
             raise UsageError(
-                "parallel.elastic replicas heals from another replica's memory already; leave "
-                "checkpoint.memory_every_steps at 0"
+                "parallel.elastic replicas already restores state from another replica's memory; "
+                "leave checkpoint.memory_every_steps at 0"
             )
         if self.schedule.warmup_steps > self.training.steps:
             raise UsageError(
@@ -376,7 +376,8 @@ class RunConfig:
             split=split,
             context_length=self.data.context_length,
             batch_size=self.training.batch_size,
-            seed=self.training.seed,
+            # Runs with other seeds are compared on the same held-out text.
+            seed=self.training.seed if split == "train" else 0,
             window=self.data.window if split == "train" else None,
             cache_directory=self.data.cache_directory,
         )

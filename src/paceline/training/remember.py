@@ -39,6 +39,7 @@ def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> 
     expected = msgspec.json.decode((directory / EXPECTATION).read_bytes(), type=Expectation)
     size = count_parameters(config.model.shape).total
     hardware = str(record.case["hardware"])
+    world_size = int(str(record.case["world_size"]))
     measured = {name: metric.value for name, metric in record.metrics.items()}
     predictions: dict[Quantity, tuple[float | None, Estimate | None]] = {
         "heldout_loss": (None, expected.final_loss)
@@ -49,14 +50,14 @@ def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> 
     }
     for quantity, formula in formulas.items():
         if formula is not None:
-            found = corrected(quantity, formula, hardware, known)
+            found = corrected(quantity, formula, hardware, world_size, known)
             predictions[quantity] = formula, found
     return [
         HistoryEntry(
             quantity=quantity,
             run=directory.resolve().name,
             parameters=size,
-            world_size=int(str(record.case["world_size"])),
+            world_size=world_size,
             threads=int(str(record.case["threads"])),
             hardware=hardware,
             formula=formula,

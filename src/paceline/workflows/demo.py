@@ -121,7 +121,7 @@ class Demo:
             with hosts(_RANKS):
                 pass
         except LabError as error:
-            self.say(f"no virtual hosts here, so the ranks share this one: {error}")
+            self.say(f"cannot create virtual hosts, so both ranks run on this host: {error}")
             return []
         return ["lab", "run", "--hosts", str(_RANKS), "--rate", _RATE, "--"]
 
@@ -159,7 +159,7 @@ class Demo:
             times[name] = forecast(run, _RANKS, calibration).step_time_s or 0.0
         best = min(times, key=times.__getitem__)
         listed = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in times.items())
-        self.say(f"plan: a step should take {listed}; {best} it is")
+        self.say(f"plan: predicted step times: {listed}; using {best}")
         return best
 
     def _call(
@@ -180,7 +180,7 @@ class Demo:
                 process.kill()
                 process.wait()
         if process.returncode:
-            raise PacelineError(f"{last_words(log, process.returncode)}; all of it is in {log}")
+            raise PacelineError(f"{last_words(log, process.returncode)}; the full log is {log}")
         return output.read_text(encoding="utf-8")
 
     def _follow(self, process: "subprocess.Popen[bytes]", run: pathlib.Path | None) -> None:

@@ -60,7 +60,7 @@ def _matching(known: Sequence[Calibration], record: Record) -> Calibration:
     if found is None:
         text = ", ".join(f"{field} {value}" for field, value in wanted.items() if value is not None)
         raise UsageError(
-            f"--calibration: nothing in it was measured with {text}; calibrate these ranks"
+            f"--calibration: no record measured with {text}; run paceline calibrate on these ranks"
         )
     return found
 

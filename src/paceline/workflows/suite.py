@@ -27,7 +27,7 @@ _SLOWEST = 6.0
 """A command may take this many times as long as expected."""
 _GRACE_S = 10.0
 _RECORDS = "records.jsonl"
-_INCOMPLETE = "it left only some of its records"
+_INCOMPLETE = "it wrote only some of its records"
 
 Say = Callable[[str], None]
 
@@ -51,7 +51,7 @@ class Suite:
         missing = self.missing()
         done = len(self.cases) - len(missing)
         if done:
-            say(f"{done} of {len(self.cases)} cases are in {self.store.path} already")
+            say(f"{done} of {len(self.cases)} cases are already in {self.store.path}")
         num_failed = 0
         taken_s = estimated_s = 0.0
         with termination_as_exit():
@@ -84,7 +84,7 @@ class Suite:
         if obstacle is not None:
             outcome, reason = obstacle.outcome, obstacle.reason or reason
         elif outcome == "ok" and not left:
-            outcome, reason = "failed", "it left none of its records"
+            outcome, reason = "failed", "it wrote none of its records"
         num_measured = sum(bool(record.metrics) for record in left)
         if num_measured and case.is_answered(records, here):
             # Where something was measured, what was too large is part of the answer.

@@ -99,7 +99,7 @@ def test_a_group_does_not_judge_itself() -> None:
 
 
 def test_too_few_cases_give_no_correction() -> None:
-    with pytest.raises(UsageError, match=r"3 measured cases are too few.*beside the one"):
+    with pytest.raises(UsageError, match=r"3 measured cases are too few.*besides the one"):
         fit_correction(_cases(3, noise=0.1))
 
 

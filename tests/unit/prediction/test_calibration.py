@@ -74,7 +74,7 @@ def test_an_interrupted_one_is_refused() -> None:
 
 def test_a_shape_unlike_all_that_were_timed_is_refused() -> None:
     timed = [_timed((128, 256, 256), 1e-11)]
-    with pytest.raises(UsageError, match="nothing like 128 x 8192 x 256 was calibrated"):
+    with pytest.raises(UsageError, match="128 x 8192 x 256 was not calibrated"):
         nearest_times(timed, (128, 8192, 256), linear_work)
 
 
@@ -85,7 +85,7 @@ def test_an_interrupted_run_does_not_spoil_the_next() -> None:
 
 def test_an_operation_that_was_not_measured_is_named() -> None:
     (made,) = calibrations(make_records())
-    with pytest.raises(UsageError, match="holds no gather_from_owners"):
+    with pytest.raises(UsageError, match="has no gather_from_owners"):
         made.collective("gather_from_owners")
 
 

@@ -41,7 +41,7 @@ def _entry(
 
 def test_times_are_corrected_by_their_ratio() -> None:
     history = [_entry(formula=seconds, measured=1.2 * seconds) for seconds in (1, 2, 3, 5, 8, 13)]
-    found = corrected("step_time_s", 10.0, "a machine", history)
+    found = corrected("step_time_s", 10.0, "a machine", 1, history)
     assert found.value == pytest.approx(12.0)
     assert found.low is not None
     assert found.high is not None
@@ -53,24 +53,37 @@ def test_memory_is_corrected_by_what_a_process_holds_besides() -> None:
         _entry("memory_bytes", formula=size, measured=size + 500.0)
         for size in (10, 20, 40, 80, 160)
     ]
-    assert corrected("memory_bytes", 1000.0, "a machine", history).value == 1500.0
+    assert corrected("memory_bytes", 1000.0, "a machine", 1, history).value == 1500.0
 
 
 def test_runs_with_a_like_prediction_count_most() -> None:
     short = [_entry(formula=0.01, measured=0.02) for _ in range(5)]
     long = [_entry(formula=1.0, measured=1.1) for _ in range(5)]
-    near_long = corrected("step_time_s", 2.0, "a machine", [*short, *long])
-    near_short = corrected("step_time_s", 0.005, "a machine", [*short, *long])
+    near_long = corrected("step_time_s", 2.0, "a machine", 1, [*short, *long])
+    near_short = corrected("step_time_s", 0.005, "a machine", 1, [*short, *long])
     assert (near_long.value, near_short.value) == (pytest.approx(2.2), pytest.approx(0.01))
+
+
+def test_runs_on_several_ranks_soon_outweigh_those_on_one() -> None:
+    alone = [_entry(measured=0.9, run=f"alone-{number}") for number in range(39)]
+    together = [
+        dataclasses.replace(_entry(measured=1.3, run=f"together-{number}"), world_size=2)
+        for number in range(5)
+    ]
+    history = [*alone, *together]
+    assert corrected("step_time_s", 1.0, "a machine", 2, history).value == pytest.approx(1.3)
+    assert corrected("step_time_s", 1.0, "a machine", 1, history).value == pytest.approx(0.9)
+    # Until there are some, runs on one rank are better than nothing.
+    assert corrected("step_time_s", 1.0, "a machine", 2, alone).value == pytest.approx(0.9)
 
 
 def test_other_machines_quantities_and_few_runs_teach_nothing() -> None:
     plain = Estimate(value=1.0)
     history = [_entry(measured=2.0) for _ in range(5)]
-    assert corrected("step_time_s", 1.0, "another", history) == plain
-    assert corrected("memory_bytes", 1.0, "a machine", history) == plain
-    assert corrected("step_time_s", 1.0, "a machine", history[:4]) == plain
-    assert corrected("step_time_s", 1.0, "a machine", history).value == pytest.approx(2.0)
+    assert corrected("step_time_s", 1.0, "another", 1, history) == plain
+    assert corrected("memory_bytes", 1.0, "a machine", 1, history) == plain
+    assert corrected("step_time_s", 1.0, "a machine", 1, history[:4]) == plain
+    assert corrected("step_time_s", 1.0, "a machine", 1, history).value == pytest.approx(2.0)
 
 
 def test_intervals_hold_nine_in_ten() -> None:
@@ -78,7 +91,7 @@ def test_intervals_hold_nine_in_ten() -> None:
     inside = 0
     for _ in range(300):
         runs = [_entry(measured=chance.lognormvariate(0.3, 0.1)) for _ in range(40)]
-        found = corrected("step_time_s", 1.0, "a machine", runs)
+        found = corrected("step_time_s", 1.0, "a machine", 1, runs)
         assert found.low is not None
         assert found.high is not None
         inside += found.low <= chance.lognormvariate(0.3, 0.1) <= found.high

@@ -16,7 +16,7 @@ def test_errors_and_coverage_of_all_runs(
     path = tmp_path / "history.jsonl"
     monkeypatch.setenv("PACELINE_HISTORY", str(path))
     assert main(["plan", "backtest"]) == 2
-    assert "no run was predicted yet; paceline loop" in capsys.readouterr().err
+    assert "no predictions yet; paceline loop" in capsys.readouterr().err
     append_history(
         path,
         [

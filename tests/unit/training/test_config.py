@@ -23,8 +23,11 @@ THEIRS = "model.hugging_face=gpt2"
     ("changes", "message"),
     [
         ([THEIRS, "model.d_model=64"], r"model\.d_model changes a preset"),
-        ([THEIRS, "model.activation_checkpointing=full"], r"model\.activation_checkpointing knows"),
-        ([THEIRS, "model.compile_blocks=true"], r"model\.compile_blocks knows the blocks of"),
+        (
+            [THEIRS, "model.activation_checkpointing=full"],
+            r"model\.activation_checkpointing is for",
+        ),
+        ([THEIRS, "model.compile_blocks=true"], r"model\.compile_blocks is for Paceline"),
         ([THEIRS, "optimizer.name=muon"], r"optimizer\.name muon trains the matrices of"),
         (
             ["evaluation.sample_prompt=So", "evaluation.sequences=0"],
@@ -48,7 +51,7 @@ def test_nothing_is_predicted_of_a_hugging_face_model(
     assert main(dry_run) == 0
     output = capsys.readouterr().out
     assert 'hugging_face = "gpt2"' in output
-    assert "memory and time: not known of a Hugging Face model" in output
+    assert "memory and time: not predicted for a Hugging Face model" in output
     assert main([*dry_run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecast"] is None
 
@@ -75,3 +78,9 @@ def test_the_loss_at_the_end_is_predicted_from_smaller_runs(
     said = capsys.readouterr()
     assert "times the compute of the largest one there" in said.err
     assert " at the end (" in said.out
+
+
+def test_runs_with_other_seeds_are_evaluated_on_the_same_text() -> None:
+    one, other = (decode_config(RUN, [f"training.seed={seed}"]) for seed in (1, 2))
+    assert one.loader("train").seed != other.loader("train").seed
+    assert one.loader("heldout") == other.loader("heldout")

@@ -29,7 +29,7 @@ def test_the_template_explains_every_key() -> None:
         if line and not line.startswith(("#", "[")):
             assert lines[number - 1].startswith("# "), line
     text = "\n".join(lines)
-    assert "# Sequences per step, over all ranks.\nbatch_size = 16" in text
+    assert "# Global batch size: sequences per step, over all ranks.\nbatch_size = 16" in text
     assert "# vocab_size =" in text  # Left to the preset, and said.
 
 

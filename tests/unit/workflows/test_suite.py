@@ -108,7 +108,7 @@ def test_a_failing_case_is_an_entry_and_not_the_end(tmp_path: pathlib.Path) -> N
         "ranked": ("failed", "exit code 1: no room"),
         "crashed": ("failed", "exit code 137: looking at crashed"),
         "unlucky": ("failed", "a reason"),
-        "silent": ("failed", "it left none of its records"),
+        "silent": ("failed", "it wrote none of its records"),
         "last": ("ok", None),
     }
     assert said[0].startswith("[1/7, about 7 s left] paceline bench step --model first --warmup 5")
@@ -123,7 +123,7 @@ def test_what_is_there_is_not_run_again_and_what_failed_is(tmp_path: pathlib.Pat
     assert [each.name for each in suite.missing()] == ["broken", "second"]
     said: list[str] = []
     assert suite.run(said.append) == 1
-    assert said[0] == f"1 of 3 cases are in {suite.store.path} already"
+    assert said[0] == f"1 of 3 cases are already in {suite.store.path}"
     assert [each.name for each in suite.missing()] == ["broken"]
 
 
@@ -155,7 +155,7 @@ def test_an_old_failure_is_not_todays_reason(tmp_path: pathlib.Path) -> None:
     suite = make(tmp_path, case("silent"))
     suite.store.append(step_record(model="silent", outcome="failed"))
     suite.run(lambda _text: None)
-    assert attempts(suite)["silent"] == ("failed", "it left none of its records")
+    assert attempts(suite)["silent"] == ("failed", "it wrote none of its records")
 
 
 def test_a_hanging_case_is_stopped(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,37 +33,36 @@ _BY_LAW = "law"
 class LoopCommand:
     """Turn a budget of FLOPs into a trained model: sweep, fit, choose, plan, train, compare.
 
-    On this machine with a run.toml that names the text; with --devices and --dry-run on paper, for
-    a cluster. Interrupt it at any moment; the same command goes on.
+    Trains on this machine with a run.toml that names the data; with --devices and --dry-run, only
+    plans for a cluster. You can interrupt it at any time; the same command resumes.
     """
 
     config: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")] = (
         pathlib.Path("run.toml")
     )
-    """What all runs have in common, as for paceline train: data, context, precision. Model, steps,
-    batch and learning rate are the loop's."""
+    """Config that all runs share, as for paceline train: data, context, precision. The loop
+    chooses model, steps, batch size and learning rate."""
     budget: float
-    """FLOPs of the model that is trained in the end."""
+    """FLOPs of the final training run."""
     deadline: str | None = None
-    """Time for all of it, such as 60min or 24h; a budget that does not fit is refused."""
+    """Time for the whole loop, such as 60min or 24h; a budget that takes longer is refused."""
     out: pathlib.Path = pathlib.Path("loop")
-    """Directory of the loop; loop.html in it is the page to look at."""
+    """Directory of the loop; loop.html in it is the page to open."""
     exploration: float = 0.5
-    """FLOPs of the sweep as a share of the budget; with 1, the final run has 12 times the FLOPs of
-    the largest small one, with 0.5 it has 24 times."""
+    """FLOPs of the sweep as a fraction of the budget; more FLOPs mean less extrapolation."""
     epochs: float = 4.0
-    """How often a run may see the training text, at most."""
+    """Maximum number of epochs over the training text in a run."""
     seed: int = 0
-    """Seed of initial weights and the order of the data."""
+    """Random seed of the initial weights and the data order."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes to the config, such as evaluation.sequences=128."""
+    """Override a key of the config, such as evaluation.sequences=128."""
     at_once: int | None = None
-    """Runs of the sweep at a time; unless given, one or as many as there are cores, whichever was
-    measured to train more tokens per second."""
+    """Concurrent runs of the sweep; by default one, or one per core, whichever is measured to
+    train more tokens per second."""
     dry_run: bool = False
-    """Print what would be done, what it costs and how sure that is, and stop."""
+    """Print what the loop would do, what it costs and how certain that is, and stop."""
     devices: int | None = None
-    """With --dry-run: plan for so many devices of a cluster, of the kind of --device."""
+    """With --dry-run: plan for a cluster of this many devices of the kind --device."""
     cluster: Flat[ClusterOptions] = dataclasses.field(
         default_factory=lambda: ClusterOptions(batch_tokens=_BY_LAW)
     )
@@ -80,7 +79,7 @@ class LoopCommand:
             raise UsageError("--devices must be at least 1")
         if self.devices is not None and not self.dry_run:
             raise UsageError(
-                "--devices plans for a cluster, which --dry-run prints; to run there, sweep with "
+                "--devices only plans for a cluster and needs --dry-run; to train there, use "
                 "paceline sweep --executor slurm, then paceline scaling fit and plan search"
             )
 
@@ -110,7 +109,7 @@ class LoopCommand:
         else:
             from paceline.reports.tables.planning.forecasts import outcome_table
 
-            caption = f"{self.budget:.3g} FLOPs: what was predicted, and what was measured"
+            caption = f"{self.budget:.3g} FLOPs: predicted and measured"
             stdout_console().print(outcome_table(outcome.entries, caption))
         say(f"page: {self.out / PAGE}")
         return 0
@@ -200,8 +199,8 @@ class LoopCommand:
             return 0
         stdout_console().print(plan_table(runs, [None] * len(runs)))
         sys.stdout.write(
-            "final is what published scaling laws would train; the sweep decides. Times are told "
-            "after the calibration, which is the first stage of the loop itself\n"
+            "final is the model that published scaling laws suggest; the sweep decides which model "
+            "is trained. Times are predicted after the calibration, the first stage of the loop\n"
         )
         return 0
 

@@ -32,45 +32,45 @@ _LIVE_PAUSE_S, _PAUSE_S = 2.0, 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepCommand:
-    """Make the small runs that tell how large a model to train with a budget of FLOPs.
+    """Train the small models that tell how large a model to train with a budget of FLOPs.
 
-    First a few runs check the learning rate and batch, then small runs of many sizes explore, then
-    larger ones refine what they found. Interrupt it at any moment; the same command goes on.
+    A few runs first check the learning rate and batch size; small runs of many sizes then explore,
+    and larger runs refine. You can interrupt it at any time; the same command resumes.
     """
 
     config: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")]
-    """What all runs have in common, as for paceline train: data, context, precision. Model, steps,
-    batch and learning rate are the sweep's."""
+    """Config that all runs share, as for paceline train: data, context, precision. The sweep
+    chooses model, steps, batch size and learning rate."""
     target: float
-    """FLOPs whose best model is wanted."""
+    """FLOPs of the large run whose best model you want to find."""
     out: pathlib.Path = pathlib.Path("sweep")
-    """Directory of the sweep; runs.jsonl in it is what paceline scaling fit reads."""
+    """Directory of the sweep; paceline scaling fit reads runs.jsonl in it."""
     budget: float | None = None
-    """FLOPs of all runs together, about; unless given, what runs of up to an eighth of the target
-    take, which is about one and a half times the target."""
+    """Approximate FLOPs of all runs together. By default about one and a half times the target,
+    with runs of up to an eighth of the target."""
     epochs: float = 4.0
-    """How often a run may see the training text, at most."""
+    """Maximum number of epochs over the training text in a run."""
     seed: int = 0
-    """Seed of initial weights and the order of the data."""
+    """Random seed of the initial weights and the data order."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes to the config, such as evaluation.sequences=128."""
+    """Override a key of the config, such as evaluation.sequences=128."""
     ranks: int = 1
-    """Ranks of a run."""
+    """Ranks per run."""
     executor: Literal["local", "slurm", "ray"] = "local"
-    """Where runs are made: this machine, a job array of Slurm, a Ray cluster."""
+    """Where to train: on this machine, as a Slurm job array, or on a Ray cluster."""
     at_once: int | None = None
-    """Runs at a time. On this machine, unless given, one or as many as there are cores, whichever
-    was measured to train more tokens per second."""
+    """Concurrent runs. On this machine, by default one, or one per core, whichever is measured to
+    train more tokens per second."""
     partition: str | None = None
     """Slurm partition."""
     time_limit_min: int = 60
-    """Minutes after which Slurm ends a job, whose run then goes on in another."""
+    """Time limit of a Slurm job in minutes; its run then resumes in another job."""
     ray_address: str | None = None
-    """Address of the Ray cluster; RAY_ADDRESS, or a new one on this machine, unless given."""
+    """Address of the Ray cluster; by default RAY_ADDRESS, or a new cluster on this machine."""
     calibration: pathlib.Path | None = None
-    """Records of paceline calibrate, from which --dry-run predicts times."""
+    """Records of paceline calibrate, used by --dry-run to predict times."""
     dry_run: bool = False
-    """Print the runs that would be made first and what they cost, and stop."""
+    """Print the first runs of the sweep and their cost, and stop."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
@@ -142,10 +142,10 @@ class SweepCommand:
             return 0
         stdout_console().print(plan_table(runs, times))
         if self.calibration is None:
-            say("times: --calibration names records of paceline calibrate")
+            say("times: not predicted; give --calibration records of paceline calibrate")
         sys.stdout.write(
             f"then about {refining_flops(question):.3g} FLOPs on runs of up to "
-            f"{question.largest:.3g}, about the sizes that these losses favour\n"
+            f"{question.largest:.3g}, near the model sizes that do best in these runs\n"
         )
         return 0
 
@@ -227,7 +227,7 @@ class SweepProgress:
             self._live.update(sweep_table(self._directory), refresh=True)
 
     def wait(self, running: "Sequence[RunTask]") -> None:
-        """Shows now and then where the runs stand that are being made."""
+        """Shows now and then the progress of the current runs."""
         from paceline.workflows.sweep.progress import progress_text
 
         pause_s = _PAUSE_S if self._live is None else _LIVE_PAUSE_S

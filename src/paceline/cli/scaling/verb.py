@@ -25,11 +25,11 @@ class FitOptions:
     """How runs are fitted."""
 
     sweep: str | None = None
-    """Name of the sweep, in a JSON file of several."""
+    """Name of the sweep, if the JSON file has several."""
     draws: int = 1000
-    """Bootstrap replicates that intervals are made of."""
+    """Bootstrap replicates for the intervals."""
     seed: int = 0
-    """Seed of the replicates."""
+    """Random seed of the bootstrap."""
 
     def __post_init__(self) -> None:
         if self.draws < 2:
@@ -38,22 +38,22 @@ class FitOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitCommand:
-    """Fit runs by every method and say what to train with larger budgets."""
+    """Fit scaling laws to runs by every method, and say what to train with larger budgets."""
 
     runs: _Runs
     """JSON, JSON Lines or CSV with parameters, compute_budget or tokens, and final_loss."""
     budgets: tuple[float, ...] = (1e23, 1e24)
-    """FLOPs to answer for."""
+    """Budgets in FLOPs to choose a model for."""
     level: float = 0.9
-    """Probability with which intervals should hold the truth."""
+    """Confidence level of the intervals."""
     vocab_size: int = 32_000
-    """Vocabulary of the model to build."""
+    """Vocabulary size of the model to train."""
     context: int = 2048
-    """Tokens per sequence of the run to make."""
+    """Context length of the model to train, in tokens."""
     batch_tokens: int | None = None
-    """Tokens per step; what Step Law advises unless given."""
+    """Tokens per step; by default, what Step Law advises."""
     plots: pathlib.Path | None = None
-    """Directory for figures, PNG and SVG."""
+    """Directory for plots, as PNG and SVG."""
     fit: FitOptions
     output: OutputOptions
 
@@ -117,11 +117,11 @@ class CheckCommand:
     parameters: float | None = None
     """The claimed N."""
     tokens: float | None = None
-    """The claimed D; C/6N unless given."""
+    """The claimed D; by default C/6N."""
     coefficients: Annotated[
         tuple[str, str, str, str, str] | None, tyro.conf.arg(metavar="E A ALPHA B BETA")
     ] = None
-    """The claimed coefficients, as printed: their digits count."""
+    """The claimed coefficients as published: the number of digits matters."""
     fit: FitOptions
     output: OutputOptions
 
@@ -155,7 +155,7 @@ class CheckCommand:
             return 0
         if cost is not None:
             sys.stdout.write(
-                f"loss {cost.loss:.4f}, the best model's {cost.best_loss:.4f}; spends "
+                f"loss {cost.loss:.4f}, best model {cost.best_loss:.4f}; spends "
                 f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that\n"
             )
         _print_findings(findings)
@@ -164,20 +164,20 @@ class CheckCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DesignCommand:
-    """Choose the runs that tell most of a large model for their cost."""
+    """Choose the small runs that tell most about a large model for their cost."""
 
     budget: float
-    """What all runs together may cost: FLOPs, or the unit of the candidates' cost."""
+    """Cost of all runs together: in FLOPs, or in the unit of the candidates' cost."""
     target: float
-    """FLOPs whose best model is wanted."""
+    """FLOPs of the large run whose best model you want to find."""
     runs: pathlib.Path | None = None
-    """Runs that have been made already, as for fit."""
+    """File of runs that you already have, as for fit."""
     sizes: tuple[float, ...] = ()
-    """Parameters that a model may have; 17 sizes about the best one unless given."""
+    """Candidate model sizes in parameters; by default, 17 sizes around the best one."""
     run_flops: tuple[float, ...] = ()
-    """FLOPs that a run may take; 1, 3 and 6 per decade up to the target unless given."""
+    """Candidate FLOPs of a run; by default 1, 3 and 6 per decade up to the target."""
     candidates: pathlib.Path | None = None
-    """File of runs that could be made, instead of sizes and FLOPs; a cost column sets prices."""
+    """File of candidate runs, instead of sizes and FLOPs; a cost column sets prices."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class DesignCommand:
             for value in values:
                 _require_positive(flag, value)
             if values and self.candidates is not None:
-                raise UsageError(f"{flag} and --candidates both say which runs could be made")
+                raise UsageError(f"{flag} and --candidates both list candidate runs; give one")
 
     def run(self) -> int:
         """Prints the runs to make, and what will be known after them."""

@@ -63,8 +63,8 @@ def _allocation_findings(
         yield Finding(
             name="inconsistent_compute",
             message=f"6ND is {cost.spent:.2f} of the budget of {compute:.3g} FLOPs: N and D were "
-            "fitted apart",
-            remedy="fit N and take D = C/6N",
+            "fitted separately",
+            remedy="fit N and use D = C/6N",
         )
     ratio = parameters / best
     if not 1 / _WRONG_SIZE < ratio < _WRONG_SIZE:
@@ -73,7 +73,7 @@ def _allocation_findings(
             message=f"N = {parameters:.3g} is {ratio:.2g} times the best {best:.3g}; the loss is "
             f"{cost.loss:.4f} instead of {cost.best_loss:.4f}, and {cost.wasted:.0%} of the FLOPs "
             "spent are wasted",
-            remedy="fit in log space, and all runs rather than the lowest of each budget",
+            remedy="fit in log space, and fit all runs rather than the lowest of each budget",
         )
 
 
@@ -88,8 +88,8 @@ def check_coefficients(
         sizes = [float(claimed.optimal_parameters(compute)) for claimed in (surface, best)]
         yield Finding(
             name="loose_optimiser",
-            message=f"these coefficients leave an objective of {reached:.3g} where {least:.3g} "
-            f"can be reached; N at {compute:.3g} FLOPs is {sizes[0]:.3g} instead of {sizes[1]:.3g}",
+            message=f"these coefficients have an objective of {reached:.3g}, but {least:.3g} can "
+            f"be reached; N at {compute:.3g} FLOPs is {sizes[0]:.3g} instead of {sizes[1]:.3g}",
             remedy="sum Huber's loss over the runs instead of averaging it, tighten the "
             "tolerance, and start from a grid",
         )
@@ -97,9 +97,9 @@ def check_coefficients(
     if high / low - 1 > _ROUNDING:
         yield Finding(
             name="rounded_coefficients",
-            message=f"with the digits printed, N at {compute:.3g} FLOPs may be anything from "
+            message=f"with the published digits, N at {compute:.3g} FLOPs may be anything from "
             f"{low:.3g} to {high:.3g}",
-            remedy="keep all digits of the coefficients, the exponents' above all",
+            remedy="keep all digits of the coefficients, above all of the exponents",
         )
 
 

@@ -87,8 +87,8 @@ def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     if named:
         yield Finding(
             name="outlying_runs",
-            message=f"{len(runs)} losses lie far from the surface: {listed(named)}",
-            remedy="look at those runs (divergence, a wrong entry); mark them or run them again",
+            message=f"{len(runs)} losses are far from the surface: {listed(named)}",
+            remedy="check those runs (divergence, a wrong entry); mark them or repeat them",
         )
 
 
@@ -98,9 +98,9 @@ def _misspecification(fit: ScalingFit) -> Iterator[Finding]:
         return
     yield Finding(
         name="misspecified_surface",
-        message=f"the residuals have a pattern of {lack.size:.2%} of the loss that noise makes "
-        f"with probability {lack.chance:.1g}: the runs do not lie on E + A/N^a + B/D^b; it "
-        f"resembles {lack.resembles}",
+        message=f"the residuals have a pattern of {lack.size:.2%} of the loss, which noise "
+        f"produces with probability {lack.chance:.1g}: the runs do not follow E + A/N^a + B/D^b; "
+        f"the pattern resembles {lack.resembles}",
         remedy="tune the learning rate at every size, scale warm-up and schedule with the run, "
         "leave out the smallest models; until then no interval here can be trusted",
     )
@@ -128,9 +128,9 @@ def _curves(fit: ScalingFit) -> Iterator[Finding]:
         return
     yield Finding(
         name="unannealed_curves",
-        message=f"the middle of a training curve lies {excess:.1%} above what a run that ended "
-        "there reaches: its learning rate had not decayed",
-        remedy="do not use the envelope; run each length with a schedule of its own",
+        message=f"the middle of a training curve is {excess:.1%} above the loss of a run that "
+        "ended there: its learning rate had not decayed",
+        remedy="do not use the envelope; train each length with its own schedule",
     )
 
 
@@ -157,7 +157,7 @@ def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
         worst = int(np.abs(bias).argmax())
         if abs(bias[worst]) > _BIAS:
             missed = f"N at {targets[worst]:.3g} FLOPs by {bias[worst]:+.0%}"
-            message = f"{reason}: without any noise it would miss {missed}"
+            message = f"{reason}: even without noise it would miss {missed}"
             yield Finding(name=name, message=message, remedy=remedy)
 
 
@@ -176,7 +176,7 @@ def _determination(fit: ScalingFit, targets: Array, level: float) -> Iterator[Fi
     if found.failed_share > _MOST_FAILED:
         yield Finding(
             name="undetermined",
-            message=f"{found.failed_share:.0%} of the replicates determine no surface",
+            message=f"{found.failed_share:.0%} of the bootstrap replicates determine no surface",
             remedy="add sizes and budgets farther apart",
         )
 
@@ -189,7 +189,7 @@ def _distance(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
     yield Finding(
         name="far_extrapolation",
         message=f"{farthest:.3g} FLOPs are {factor:.3g} times the largest budget tried",
-        remedy="confirm the law with one run at a tenth of the target before the target",
+        remedy="confirm the law with one run at a tenth of the target before the target run",
     )
     surface = fit.parametric.surface
     share = surface.irreducible / float(surface.optimal_loss(farthest))
@@ -197,7 +197,7 @@ def _distance(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
         yield Finding(
             name="irreducible_dominates",
             message=f"{share:.0%} of the loss predicted at {farthest:.3g} FLOPs is E, which no "
-            "run comes near: an error of E passes into it whole",
+            "run comes near: an error in E goes into the prediction in full",
             remedy="trust N and D more than the loss; larger budgets pin E down",
         )
 
@@ -212,8 +212,8 @@ def _disagreement(fit: ScalingFit, targets: Array, level: float) -> Iterator[Fin
         if ratio[worst] > _DISAGREEMENT:
             yield Finding(
                 name="methods_disagree",
-                message=f"at {targets[worst]:.3g} FLOPs {found.method} says N = "
-                f"{other.value[worst]:.3g}, {chosen} {own.value[worst]:.3g}",
-                remedy=f"see the other findings for the reason; where there is none, {chosen} "
-                "predicted held-out budgets",
+                message=f"at {targets[worst]:.3g} FLOPs {found.method} gives N = "
+                f"{other.value[worst]:.3g}, {chosen} gives {own.value[worst]:.3g}",
+                remedy=f"see the other findings for the reason; if there is none, {chosen} is the "
+                "one that predicted held-out budgets",
             )

@@ -36,7 +36,7 @@ def _left_out(fit: ScalingFit) -> Iterator[Finding]:
             message=f"{len(fit.runs) - len(fit.sweep)} of {len(fit.runs)} runs end more than "
             f"{MOST_ABOVE_BEST:.0%} above the best of their budget and are left out: without them "
             "held-out budgets are predicted better",
-            remedy="spend the next runs on sizes nearer to the lowest one",
+            remedy="spend the next runs on sizes nearer to that of the lowest loss",
         )
     gone = [remark for remark in fit.sweep.remarks if remark.is_left_out]
     if not gone:
@@ -46,7 +46,7 @@ def _left_out(fit: ScalingFit) -> Iterator[Finding]:
     yield Finding(
         name="runs_left_out",
         message=f"{len(gone)} rows are not used: {rows}{more}",
-        remedy="see that they are not missing on one side of the optimum only",
+        remedy="check that they are not all on one side of the optimum",
     )
 
 
@@ -56,7 +56,7 @@ def _method_choice(fit: ScalingFit) -> Iterator[Finding]:
     yield Finding(
         name="surface_did_not_hold",
         message=fit.choice.reason,
-        remedy=f"act on {fit.choice.method}'s N; the surface's is told beside it",
+        remedy=f"use {fit.choice.method}'s N; the surface's N is shown next to it",
         figures={"held_out_error": fit.choice.error},
     )
 
@@ -68,14 +68,15 @@ def _compute_counting(sweep: Sweep) -> Iterator[Finding]:
         yield Finding(
             name="flops_counting",
             message=f"the stated compute is {low:.3g} to {high:.3g} times 6ND, depending on N: "
-            "embedding, output layer or attention are counted in one and not in the other",
-            remedy="count parameters and FLOPs alike for all sizes, the output layer in both",
+            "embedding, output layer or attention are counted in one but not in the other",
+            remedy="count parameters and FLOPs in the same way for all sizes, the output layer in "
+            "both",
         )
     elif abs(float(np.median(ratio)) - 1) > _COMPUTE_TOLERANCE:
         yield Finding(
             name="inconsistent_compute",
             message=f"the stated compute is {np.median(ratio):.3g} times 6ND",
-            remedy="state budgets as 6ND; N and D at a target are tied by it",
+            remedy="state budgets as 6ND, which ties N to D at a target",
         )
 
 
@@ -85,7 +86,8 @@ def _budgets(fit: ScalingFit) -> Iterator[Finding]:
     if len(budgets) < _FEWEST_BUDGETS or span < _SMALLEST_SPAN:
         yield Finding(
             name="too_few_budgets",
-            message=f"{len(budgets)} budgets that span a factor of {span:.3g} set the exponent",
+            message=f"{len(budgets)} budgets that span a factor of {span:.3g} determine the "
+            "exponent",
             remedy=f"run at least {_FEWEST_BUDGETS} budgets over a factor of "
             f"{_SMALLEST_SPAN:.0f} or more",
         )
@@ -97,8 +99,8 @@ def _budgets(fit: ScalingFit) -> Iterator[Finding]:
     if thin:
         yield Finding(
             name="too_few_sizes",
-            message=f"fewer than {_FEWEST_SIZES} sizes at {listed(thin)} FLOPs: a parabola "
-            "has nothing left to judge it by",
+            message=f"fewer than {_FEWEST_SIZES} sizes at {listed(thin)} FLOPs: no point is left "
+            "to check the parabola",
             remedy="add sizes there, on both sides of the lowest run",
         )
 
@@ -109,8 +111,8 @@ def _edges(fit: ScalingFit) -> Iterator[Finding]:
             yield Finding(
                 name="minimum_at_edge",
                 message=f"at {profile.compute:.3g} FLOPs the {profile.edge} model tried "
-                f"({fit.sweep.parameters[profile.lowest]:.3g} parameters) has the least loss, so "
-                "the minimum lies beyond it",
+                f"({fit.sweep.parameters[profile.lowest]:.3g} parameters) has the lowest loss, so "
+                "the minimum is beyond it",
                 remedy=f"run {'larger' if profile.edge == 'largest' else 'smaller'} models there",
             )
 

@@ -83,7 +83,7 @@ def fit(runs: Sweep, *, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> Scalin
             left_out.append((name, str(error)))
     if not methods:
         reasons = "; ".join(reason for _name, reason in left_out)
-        raise UsageError(f"these runs allow no method: {reasons}")
+        raise UsageError(f"no method can be fitted to these runs: {reasons}")
     if choice.method not in {method.method for method in methods}:
         choice = dataclasses.replace(choice, method=methods[-1].method)
     return ScalingFit(

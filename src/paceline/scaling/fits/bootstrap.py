@@ -29,8 +29,8 @@ def require_replicates(method: MethodName, share: float) -> None:
     """Refuses a method of which fewer than half of the replicates come to an answer."""
     if share < _FEWEST_ANSWERS:
         raise UsageError(
-            f"{method}: only {share:.0%} of the replicates of these runs come to an answer, so it "
-            "has no interval; add runs at other sizes and budgets"
+            f"{method}: only {share:.0%} of the bootstrap replicates give an answer, so it has no "
+            "interval; add runs at other sizes and budgets"
         )
 
 

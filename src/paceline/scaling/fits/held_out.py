@@ -87,8 +87,8 @@ class MethodChoice:
         """Why this method, in a sentence with its figures."""
         if self.error is None:
             return (
-                f"{self.method} answers unjudged: fewer than {_FEWEST_FITTED + 1} budgets have "
-                "three sizes, so none can be held out"
+                f"{self.method} is used without validation: fewer than {_FEWEST_FITTED + 1} "
+                "budgets have three sizes, so none can be held out"
             )
         budgets = ", ".join(f"{budget:.3g}" for budget in self.held_out)
         others = []
@@ -101,8 +101,8 @@ class MethodChoice:
         runs = "runs near the best of each budget" if self.is_trimmed else "all runs"
         return ", ".join(
             [
-                f"{self.method} answers: fitted to {runs} without {budgets} FLOPs it predicts the "
-                f"least loss there to {self.error:.2%}",
+                f"{self.method} is used: fitted to {runs} without {budgets} FLOPs, it predicts "
+                f"the lowest loss there to {self.error:.2%}",
                 *others,
             ]
         )

@@ -68,7 +68,7 @@ def _patterns(sweep: Sweep) -> dict[str, Array]:
         "a learning rate tuned at one size only": (u**2)[:, None],
         "an optimum that drifts with compute": (u * v)[:, None],
         "a warm-up of the same length for all runs": (sweep.tokens.min() / sweep.tokens)[:, None],
-        "nothing that has a name": np.stack([u**i * v**j for i, j in _POWERS], axis=1),
+        "no known cause": np.stack([u**i * v**j for i, j in _POWERS], axis=1),
     }
 
 

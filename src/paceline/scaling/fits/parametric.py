@@ -94,8 +94,8 @@ def surface_of(fit: FittedSurfaces, row: int) -> LossSurface:
     """Returns one replicate's surface; one that determines none is an error."""
     if not fit.is_converged[row]:
         raise UsageError(
-            "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall with "
-            "N and D as it should; look at the runs, or add sizes and budgets"
+            "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall "
+            "with N and D as it should; check the runs, or add sizes and budgets"
         )
     return LossSurface(*fit.coefficients[row].tolist())
 

@@ -48,7 +48,7 @@ def read_rows(path: pathlib.Path, name: str | None = None) -> list[Mapping[str, 
     except (csv.Error, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     if not rows:
-        raise UsageError(f"{path}: no runs in it")
+        raise UsageError(f"{path}: contains no runs")
     return rows
 
 
@@ -74,7 +74,9 @@ def _named_runs(sweeps: Mapping[str, object], source: str, name: str | None) -> 
     if name is None and len(known) == 1:
         name = known[0]
     if name not in known:
-        raise UsageError(f"{source}: holds the sweeps {', '.join(known)}; name one of them")
+        raise UsageError(
+            f"{source}: contains the sweeps {', '.join(known)}; name one of them with --sweep"
+        )
     runs = sweeps[name]["runs"]  # type: ignore[index]
     return [_row_of_array(run) for run in runs] if isinstance(runs, list) else runs
 
@@ -107,14 +109,18 @@ def _read_csv(text: str, source: str, name: str | None) -> list[Mapping[str, obj
     rows: list[Mapping[str, object]] = []
     for number, entry in enumerate(reader, start=1):
         if None in entry or None in entry.values():
-            raise UsageError(f"{source}: row {number}: not as many cells as there are headers")
+            raise UsageError(
+                f"{source}: row {number}: the number of cells differs from the number of headers"
+            )
         rows.append({field.strip(): cell.strip() for field, cell in entry.items()})
     return rows
 
 
 def _require_unnamed(source: str, name: str | None) -> None:
     if name is not None:
-        raise UsageError(f"{source}: holds one sweep without a name; leave out the name {name!r}")
+        raise UsageError(
+            f"{source}: contains one sweep without a name; leave out the name {name!r}"
+        )
 
 
 def _row(entry: object, where: str) -> Mapping[str, object]:

@@ -9,7 +9,7 @@ they find wrong with the runs is told.
 import math
 from collections.abc import Sequence
 
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
@@ -17,7 +17,12 @@ from paceline.scaling.allocation.model_shapes import rule_of_thumb_parameters
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.scaling.experiments.design import Belief
 from paceline.scaling.surface import tokens_for
-from paceline.workflows.loop.directory import ChosenModel, LoopQuestion, RuleOfThumb
+from paceline.workflows.loop.directory import (
+    ChosenModel,
+    LoopQuestion,
+    LoopStoppedError,
+    RuleOfThumb,
+)
 from paceline.workflows.sweep.design import FINAL, find_shape, planned_run
 from paceline.workflows.sweep.directory import ROWS, SweepDirectory
 from paceline.workflows.sweep.rules import Rule
@@ -27,10 +32,6 @@ _WIDEST_LOSS = 0.05
 """Half of the interval of the loss, relative; beyond it a prediction is none."""
 _WIDEST_SIZE = 10.0
 """Upper over lower end of the interval of N."""
-
-
-class LoopStoppedError(PacelineError):
-    """A loop that ends before the large run, because the small ones do not tell enough."""
 
 
 def fit_sweep(directory: SweepDirectory) -> ScalingFit:
@@ -58,7 +59,7 @@ def choose_model(
     shape = find_shape(question.sweep, parameters.value)
     if shape is None:
         raise UsageError(
-            f"no model of a vocabulary of {question.vocab_size} has about "
+            f"no model with a vocabulary of {question.vocab_size} has about "
             f"{parameters.value:.3g} parameters; give a larger --budget"
         )
     run = planned_run(question.sweep, FINAL, FINAL, shape, question.budget, rule)
@@ -102,14 +103,14 @@ def _require_certain(parameters: Estimate, loss: Estimate, findings: Sequence[Fi
     doubts = "".join(f"\n  {finding}" for finding in findings)
     if width / 2 > _WIDEST_LOSS:
         raise LoopStoppedError(
-            f"the sweep predicts the loss only to ±{width / 2:.1%}, which carries no decision; "
-            f"raise --exploration, or lower --budget. What is doubtful:{doubts}"
+            f"the sweep predicts the loss only to ±{width / 2:.1%}, too uncertain to choose a "
+            f"model; raise --exploration, or lower --budget. Findings:{doubts}"
         )
     if sizes > math.log(_WIDEST_SIZE):
         raise LoopStoppedError(
-            f"the sweep leaves the best N between {parameters.low:.3g} and {parameters.high:.3g}, "
-            f"which carries no decision; raise --exploration, or lower --budget. What is doubtful:"
-            f"{doubts}"
+            f"the sweep only tells that the best N is between {parameters.low:.3g} and "
+            f"{parameters.high:.3g}, too uncertain to choose a model; raise --exploration, or "
+            f"lower --budget. Findings:{doubts}"
         )
 
 

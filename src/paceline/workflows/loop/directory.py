@@ -6,6 +6,7 @@
     sweep.json               what was predicted of each, beside what was measured
     model.json               the model that the fit has chosen, and its loss
     calibration-run.jsonl    what this machine reaches on that model
+    pilot-1/, pilot-2/       a few steps of it on one rank and on two
     layout.json              ranks and strategy, and how long the run should take
     run/                     the run of that model: what `paceline train` writes
     outcome.json             every prediction of the run beside what was measured
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.core.strategies import StrategyName
@@ -98,6 +99,18 @@ class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
     rule_of_thumb: RuleOfThumb
 
 
+class LoopStoppedError(PacelineError):
+    """A loop that ends before its last stage, because it cannot carry on or should not."""
+
+
+class PilotRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a few steps of the final run took."""
+
+    step_time_s: float
+    memory_bytes: float
+    """Of the process of the rank that holds most."""
+
+
 class LayoutCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """A way to run the model on this machine."""
 
@@ -107,13 +120,15 @@ class LayoutCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """By the formulas, from the calibration."""
     memory_bytes: int
     """Of the tensors of the rank that holds most."""
+    pilot: PilotRun | None = None
+    """A few steps of it; None of layouts that are slower by the formulas, or failed."""
 
 
 class ChosenLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model is trained, and what that should take."""
 
     candidates: tuple[LayoutCandidate, ...]
-    """The fastest first, which is the one that is taken."""
+    """The fastest in its pilot run first, which is the one that is taken."""
     hardware: str
     threads: int
     """Of each rank."""
@@ -151,8 +166,12 @@ class LoopDirectory:
         known = self.once(_QUESTION, LoopQuestion, lambda: question)
         if known != question:
             raise UsageError(
-                f"{self.path} holds a loop with another question; name another directory with --out"
+                f"{self.path} holds a loop with other settings; name another directory with --out"
             )
+
+    def pilot(self, ranks: int) -> pathlib.Path:
+        """Returns the directory of the first steps on so many ranks."""
+        return self.path / f"pilot-{ranks}"
 
     def calibration(self, stage: str) -> pathlib.Path:
         """Returns the records of what this machine reaches, made before a stage."""
@@ -203,4 +222,4 @@ class LoopDirectory:
         try:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except UNDECODABLE as error:
-            raise UsageError(f"{path}: not what a loop writes there: {error}") from error
+            raise UsageError(f"{path}: not a file that a loop has written: {error}") from error

@@ -54,7 +54,7 @@ def sweep_entries(
         expected: dict[Quantity, tuple[float | None, Estimate | None, float | None]] = {
             quantity: (
                 formula,
-                None if formula is None else corrected(quantity, formula, hardware, earlier),
+                None if formula is None else corrected(quantity, formula, hardware, ranks, earlier),
                 measured,
             )
             for quantity, (formula, measured) in formulas.items()

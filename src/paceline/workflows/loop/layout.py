@@ -1,26 +1,45 @@
-"""How a chosen model is run on this machine, and how long that should take."""
+"""How a chosen model is run on this machine, and how long that should take.
 
+Formulas from a calibration order the layouts. They miss what a step of a few milliseconds costs
+beside its kernels, which differs between one process with two threads and two processes, so that
+the best layout of each number of ranks makes its first steps before one is taken.
+"""
+
+import collections
 import dataclasses
+import math
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.strategies import StrategyName
 from paceline.prediction.calibration_records import calibrations
-from paceline.prediction.history import HistoryEntry, corrected
 from paceline.prediction.step import PREDICTED
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
-from paceline.training.forecast import Forecast, forecast
-from paceline.workflows.loop.directory import ChosenLayout, LayoutCandidate
+from paceline.training.forecast import forecast
+from paceline.workflows.loop.directory import (
+    ChosenLayout,
+    LayoutCandidate,
+    LoopStoppedError,
+    PilotRun,
+)
 from paceline.workflows.sweep.design import PlannedRun
 from paceline.workflows.sweep.directory import RunRow, run_config
 
 _EVALUATIONS = 10
 """Of the final run, so that its loss can be followed."""
+_PILOT_STEPS = 60
+_LEVEL = 0.9
+_LEAST_SPREAD = 0.05
+"""No interval of a step is narrower on either side."""
+_MEMORY_SPREAD = 0.03
+"""By how much the peaks of repeated runs differ."""
 _PASSES_OF_A_STEP = 3
 """Forward, and backward that takes twice as long; an evaluation is forward alone."""
 
@@ -39,26 +58,88 @@ def final_config(
     )
 
 
+def pilot_config(
+    base: RunConfig, run: PlannedRun, directory: pathlib.Path, strategy: StrategyName
+) -> RunConfig:
+    """Returns the config of the first steps of the final run.
+
+    An evaluation and a checkpoint in the middle of them take their memory as in the whole run.
+    """
+    steps = min(_PILOT_STEPS, run.steps)
+    short = msgspec.structs.replace(run, steps=steps, warmup_steps=min(steps, run.warmup_steps))
+    config = run_config(base, short, directory)
+    half = max(1, steps // 2)
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, strategy=strategy),
+        evaluation=dataclasses.replace(config.evaluation, every_steps=half),
+        checkpoint=dataclasses.replace(config.checkpoint, every_steps=half),
+    )
+
+
 def choose_layout(
     base: RunConfig,
     run: PlannedRun,
     ranks: Sequence[int],
     calibration: pathlib.Path,
     rows: Sequence[RunRow],
-    history: Sequence[HistoryEntry],
+    pilot: Callable[[LayoutCandidate], PilotRun | None],
 ) -> ChosenLayout:
     """Returns the fastest layout of this machine, with what is predicted of the run.
+
+    The formulas choose a strategy for each number of ranks, and pilot runs choose among these.
 
     Args:
         base: What all runs have in common.
         run: The model to train.
         ranks: Numbers of ranks to choose from.
         calibration: Records of each of these numbers, on this model.
-        rows: The runs of the sweep that have ended, which tell how long a start takes.
-        history: What was predicted before, which corrects these predictions.
+        rows: The runs of the sweep that have ended, which tell how long a start takes and how much
+            repeated runs differ.
+        pilot: Makes a few steps with a layout; None where they fail.
     """
     known = calibrations(RecordStore(calibration).read())
-    found: list[tuple[LayoutCandidate, Forecast]] = []
+    candidates = _candidates(base, run, ranks, calibration)
+    fastest = {each.ranks: each for each in reversed(candidates)}
+    others = [each for each in candidates if fastest[each.ranks] is not each]
+    tried = [
+        (msgspec.structs.replace(each, pilot=measured), measured)
+        for each, measured in ((each, pilot(each)) for each in fastest.values())
+        if measured is not None
+    ]
+    if not tried:
+        raise LoopStoppedError(
+            f"the pilot runs failed on every number of ranks ({', '.join(map(str, ranks))}); see "
+            "log.txt in their directories"
+        )
+    tried.sort(key=lambda pair: pair[1].step_time_s)
+    best, measured = tried[0]
+    config = final_config(base, run, pathlib.Path("run"), _named(best.strategy))
+    spread = _repeat_spread(rows)
+    step = Estimate(
+        value=measured.step_time_s,
+        low=measured.step_time_s / math.exp(spread),
+        high=measured.step_time_s * math.exp(spread),
+    )
+    return ChosenLayout(
+        candidates=(*(each for each, _ in tried), *others),
+        hardware=str(known[0].topology["hardware"]),
+        threads=threads_per_rank(best.ranks),
+        step_time_s=step,
+        memory_bytes=Estimate(
+            value=measured.memory_bytes,
+            low=measured.memory_bytes * (1 - _MEMORY_SPREAD),
+            high=measured.memory_bytes * (1 + _MEMORY_SPREAD),
+        ),
+        duration_s=_duration(step, config, run, rows),
+    )
+
+
+def _candidates(
+    base: RunConfig, run: PlannedRun, ranks: Sequence[int], calibration: pathlib.Path
+) -> list[LayoutCandidate]:
+    """Returns every strategy on every number of ranks, the fastest by the formulas first."""
+    found = []
     for count in ranks:
         if count > run.batch_size:
             continue
@@ -70,26 +151,34 @@ def choose_layout(
                     "the loop predicts data-parallel runs; leave parallel.tensor and the other "
                     "axes of the config at 1"
                 )
-            candidate = LayoutCandidate(
-                ranks=count,
-                strategy=strategy,
-                step_time_s=predicted.step_time_s,
-                memory_bytes=predicted.memory.total,
+            found.append(
+                LayoutCandidate(
+                    ranks=count,
+                    strategy=strategy,
+                    step_time_s=predicted.step_time_s,
+                    memory_bytes=predicted.memory.total,
+                )
             )
-            found.append((candidate, predicted))
-    found.sort(key=lambda pair: pair[0].step_time_s)
-    best = found[0][0]
-    hardware = str(known[0].topology["hardware"])
-    step = corrected("step_time_s", best.step_time_s, hardware, history)
-    config = final_config(base, run, pathlib.Path("run"), _named(best.strategy))
-    return ChosenLayout(
-        candidates=tuple(candidate for candidate, _ in found),
-        hardware=hardware,
-        threads=threads_per_rank(best.ranks),
-        step_time_s=step,
-        memory_bytes=corrected("memory_bytes", best.memory_bytes, hardware, history),
-        duration_s=_duration(step, config, run, rows),
+    return sorted(found, key=lambda each: each.step_time_s)
+
+
+def _repeat_spread(rows: Sequence[RunRow]) -> float:
+    """Returns by how much steps of the same model and batch differ from run to run, as a log.
+
+    Nine in ten of the sweep's repeated runs lie within it: those that vary the learning rate.
+    """
+    groups = collections.defaultdict(list)
+    for row in rows:
+        if row.step_time_s is not None:
+            groups[row.num_parameters, row.batch_tokens].append(row.step_time_s)
+    errors = sorted(
+        abs(math.log(time_s / statistics.median(group)))
+        for group in groups.values()
+        if len(group) > 1
+        for time_s in group
     )
+    rank = min(len(errors) - 1, math.ceil(_LEVEL * len(errors)))
+    return max(errors[rank] if errors else 0.0, _LEAST_SPREAD)
 
 
 def _named(strategy: StrategyName) -> StrategyName:

@@ -50,7 +50,7 @@ def expected_final(question: LoopQuestion) -> PlannedRun:
     shape = find_shape(question.sweep, best)
     if shape is None:
         raise UsageError(
-            f"no model of a vocabulary of {question.vocab_size} has about {best:.3g} parameters; "
+            f"no model with a vocabulary of {question.vocab_size} has about {best:.3g} parameters; "
             "give a larger --budget, or prepare the text with a smaller vocabulary"
         )
     return planned_run(question.sweep, FINAL, FINAL, shape, question.budget, Rule())

@@ -42,7 +42,7 @@ def loop_page(directory: LoopDirectory, history: pathlib.Path) -> Page:
     """Lays out what there is to see of a loop that has ended."""
     model, layout, outcome = directory.model(), directory.layout(), directory.outcome()
     if model is None or layout is None or outcome is None:
-        raise UsageError(f"{directory.path}: the loop has not ended; the same command goes on")
+        raise UsageError(f"{directory.path}: the loop has not ended; the same command resumes it")
     found = fit_sweep(directory.sweep)
     return Page(
         title=f"From {directory.question().budget:.3g} FLOPs to a model",
@@ -70,7 +70,7 @@ def _summary(model: ChosenModel, layout: ChosenLayout, outcome: Outcome) -> Iter
     loss = _entry(outcome, "heldout_loss")
     text = ""
     if loss is not None and loss.error is not None:
-        text = f"Held-out loss {loss.measured:.4f}, predicted to {abs(loss.error):.1%}. "
+        text = f"Held-out loss {loss.measured:.4f}, predicted within {abs(loss.error):.1%}. "
     yield f"{text}{inside} of {len(predicted)} measurements lie inside their 90% interval."
 
 
@@ -88,7 +88,7 @@ def _prediction(
     errors = picture_of(
         plot_errors(outcome.entries), "errors", "Error and interval of each prediction"
     )
-    caption = "The final run: what was predicted before it began, and what was measured"
+    caption = "The final run: predicted before it began, and measured"
     return Chapter(
         title="Predicted and measured",
         blocks=(
@@ -108,13 +108,13 @@ def _training(directory: LoopDirectory, model: ChosenModel, layout: ChosenLayout
         run.expected, final_loss=model.loss, step_time_s=layout.step_time_s.value
     )
     run = dataclasses.replace(run, name="final run", expected=expected)
-    losses = picture_of(plot_losses(run), "loss", "Loss of the final run, and what was predicted")
-    times = picture_of(plot_step_times(run), "steps", "Step times, and what was predicted")
+    losses = picture_of(plot_losses(run), "loss", "Loss of the final run and its prediction")
+    times = picture_of(plot_step_times(run), "steps", "Step times and their prediction")
     return Chapter(title="The final run", blocks=(_block(losses), _block(times)))
 
 
 def _sweep(directory: LoopDirectory, found: ScalingFit, model: ChosenModel) -> Chapter:
-    profiles = picture_of(plot_profiles(found), "profiles", "Loss by model size at each level")
+    profiles = picture_of(plot_profiles(found), "profiles", "Loss by model size at each budget")
     return Chapter(
         title="The sweep",
         blocks=(
@@ -135,19 +135,19 @@ def _exploration(model: ChosenModel, outcome: Outcome) -> Chapter:
     ]
     rule = model.rule_of_thumb
     saved = (
-        f"N {rule.parameters:.3g} instead of {model.parameters.value:.3g}: loss {rule.loss:.4f} by "
-        f"the same surface, {rule.wasted:.1%} of the FLOPs wasted"
+        f"N {rule.parameters:.3g} instead of {model.parameters.value:.3g}: loss {rule.loss:.4f} on "
+        f"the same loss surface, {rule.wasted:.1%} of the FLOPs wasted"
     )
     rows.append(("20 tokens per parameter instead", saved))
     table = Table(
-        headers=("", ""), rows=tuple(rows), caption="What was explored, and what that saved"
+        headers=("", ""), rows=tuple(rows), caption="Cost of the sweep, and what it saved"
     )
-    return Chapter(title="The price of exploring", blocks=(Block(tables=(table,)),))
+    return Chapter(title="Cost of the sweep", blocks=(Block(tables=(table,)),))
 
 
 def _history(path: pathlib.Path) -> Chapter:
     entries = read_history(path)
-    caption = "Every prediction of every run on this machine, and how often its interval held"
+    caption = "All predictions on this machine, and how often measurements were inside the interval"
     table = coverage_table(coverage(entries), caption)
     return Chapter(title="All predictions so far", blocks=(Block(tables=(table,)),))
 

@@ -15,12 +15,13 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
 from paceline.data.storage.local import LocalStorage
 from paceline.prediction.history import HistoryEntry, append_history, read_history
-from paceline.records import RecordStore
+from paceline.records import Record, RecordStore
+from paceline.records.environment import threads_per_rank
 from paceline.reports.tables.columns import with_interval
 from paceline.training.config import RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import encode_config
-from paceline.workflows.loop.choose import LoopStoppedError, choose_model, fit_sweep
+from paceline.workflows.loop.choose import choose_model, fit_sweep
 from paceline.workflows.loop.directory import (
     LAYOUT,
     MODEL,
@@ -28,15 +29,18 @@ from paceline.workflows.loop.directory import (
     SWEEP_ENTRIES,
     ChosenLayout,
     ChosenModel,
+    LayoutCandidate,
     LoopDirectory,
     LoopQuestion,
+    LoopStoppedError,
     Outcome,
+    PilotRun,
 )
 from paceline.workflows.loop.entries import run_entries, sweep_entries
-from paceline.workflows.loop.layout import choose_layout, final_config
+from paceline.workflows.loop.layout import choose_layout, final_config, pilot_config
 from paceline.workflows.loop.on_paper import expected_final, expected_seconds
-from paceline.workflows.sweep.design import CHECKS, FIT, exploring_runs
-from paceline.workflows.sweep.directory import read_ending
+from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, exploring_runs
+from paceline.workflows.sweep.directory import Ending, read_ending
 from paceline.workflows.sweep.executors import Executor
 from paceline.workflows.sweep.rules import Rule
 from paceline.workflows.sweep.run import SweepRunner
@@ -98,13 +102,13 @@ class LoopRunner:
         seconds = expected_seconds(question, base, calibration, at_once)
         total_s = sum(seconds.values())
         parts = ", ".join(f"{name} {format_duration(value)}" for name, value in seconds.items())
-        self.tell("calibrate", [f"{format_duration(total_s)} in all by the calibration: {parts}"])
+        self.tell("calibrate", [f"predicted time {format_duration(total_s)} in total: {parts}"])
         if self.deadline_s is not None and total_s > self.deadline_s:
             possible = question.budget * self.deadline_s / total_s
             raise UsageError(
                 f"this machine needs about {format_duration(total_s)} for {question.budget:.3g} "
-                f"FLOPs and their sweep, and the deadline is {format_duration(self.deadline_s)}; "
-                f"--budget {possible:.1g} fits"
+                f"FLOPs and the sweep, and the deadline is {format_duration(self.deadline_s)}; "
+                f"--budget {possible:.1g} would fit"
             )
 
     def _calibrated(self, stage: str, models: Callable[[int], Models]) -> pathlib.Path:
@@ -147,9 +151,9 @@ class LoopRunner:
             "fit",
             [
                 f"best N {with_interval(model.parameters, '{:.3g}'.format)}, extrapolated "
-                f"{model.extrapolation:.3g} times, from runs that lie within {model.noise:.1%} of "
-                "one surface",
-                f"beside it: {model.reason}",
+                f"to {model.extrapolation:.3g} times the FLOPs of the largest run; runs deviate "
+                f"{model.noise:.1%} from the fitted surface",
+                f"for comparison: {model.reason}",
                 *map(str, model.findings),
             ],
         )
@@ -170,54 +174,77 @@ class LoopRunner:
                 "run", lambda ranks: [(run.shape, _rank_batch(base, run.batch_size, ranks))]
             )
             rows = self.directory.sweep.rows(*CHECKS, FIT)
-            history = read_history(self.history)
-            return choose_layout(base, run, self.ranks, calibration, rows, history)
+            return choose_layout(
+                base, run, self.ranks, calibration, rows, lambda each: self._pilot(base, run, each)
+            )
 
         layout = self.directory.once(LAYOUT, ChosenLayout, choose)
         best = layout.chosen
-        others = [
-            f"{each.ranks} x {each.strategy} {format_seconds(each.step_time_s)}"
-            for each in layout.candidates[1:4]
+        tried = [
+            f"{each.ranks} x {each.strategy} {format_seconds(each.pilot.step_time_s)}"
+            for each in layout.candidates
+            if each.pilot is not None
         ]
         self.tell(
             "plan",
             [
-                f"{best.ranks} ranks, {best.strategy}: {format_seconds(best.step_time_s)} a step "
-                f"by the formulas; next {', '.join(others)}",
-                f"step {with_interval(layout.step_time_s, format_seconds)}, memory of a rank "
+                f"{best.ranks} ranks, {best.strategy}: {format_seconds(best.step_time_s)} per step "
+                f"by the formulas; pilot runs: {', '.join(tried)}",
+                f"step time {with_interval(layout.step_time_s, format_seconds)}, memory per rank "
                 f"{with_interval(layout.memory_bytes, format_binary_bytes)}, duration "
                 f"{with_interval(layout.duration_s, format_duration)}",
             ],
         )
         return layout
 
+    def _pilot(
+        self, base: RunConfig, run: PlannedRun, candidate: LayoutCandidate
+    ) -> PilotRun | None:
+        """Makes a few steps with a layout; returns None if they fail."""
+        place = self.directory.pilot(candidate.ranks).resolve()
+        config = pilot_config(base, run, place, candidate.strategy)
+        ending = self._make(place.name, config, place, candidate.ranks)
+        if ending is None or ending.outcome != "ok":
+            return None
+        metrics = _last_record(place).metrics
+        return PilotRun(
+            step_time_s=metrics["step_time_s"].value, memory_bytes=metrics["memory_bytes"].value
+        )
+
     def _train(self, base: RunConfig, model: ChosenModel, layout: ChosenLayout) -> None:
-        place = self.directory.run.resolve()
-        config = final_config(base, model.run, place, layout.chosen.strategy)
+        place, best = self.directory.run.resolve(), layout.chosen
+        config = final_config(base, model.run, place, best.strategy)
+        if read_ending(place) is None:
+            self.tell("train", [f"{config.training.steps:,} steps; log: {place / 'log.txt'}"])
+        ending = self._make(model.run.name, config, place, best.ranks)
+        if ending is None or ending.outcome != "ok":
+            reason = f"killed {_MOST_ATTEMPTS} times" if ending is None else ending.reason
+            raise LoopStoppedError(f"the final run failed: {reason}; see {place / 'log.txt'}")
+
+    def _make(
+        self, label: str, config: RunConfig, place: pathlib.Path, ranks: int
+    ) -> Ending | None:
+        """Makes a run that has not ended yet; returns how it ended, None if it is always killed."""
         LocalStorage(place).write(_RUN_CONFIG, encode_config(config).encode())
         task = RunTask(
-            label=model.run.name,
+            label=label,
             directory=str(place),
             config=str(place / _RUN_CONFIG),
-            ranks=layout.chosen.ranks,
-            threads=layout.threads,
+            ranks=ranks,
+            threads=threads_per_rank(ranks),
         )
         for _attempt in range(_MOST_ATTEMPTS):
             if read_ending(place) is not None:
                 break
-            self.tell("train", [f"{config.training.steps:,} steps; its log is {place / 'log.txt'}"])
             for _label in self.trainer.run([task]):
                 pass
-        ending = read_ending(place)
-        if ending is None or ending.outcome != "ok":
-            reason = f"killed {_MOST_ATTEMPTS} times" if ending is None else ending.reason
-            raise LoopStoppedError(f"the final run has failed: {reason}; see {place / 'log.txt'}")
+        return read_ending(place)
 
     def _compare(self, model: ChosenModel, layout: ChosenLayout) -> Outcome:
         def compare() -> Outcome:
             ending = read_ending(self.directory.run)
             assert ending is not None
-            record = list(RecordStore(self.directory.run / RECORD).read())[-1]
+            record = _last_record(self.directory.run)
             sweep = self.directory.sweep
             rows = sweep.rows(*CHECKS, FIT)
             return Outcome(
@@ -230,6 +257,10 @@ class LoopRunner:
         outcome = self.directory.once(OUTCOME, Outcome, compare)
         append_history(self.history, outcome.entries)
         return outcome
+
+
+def _last_record(place: pathlib.Path) -> Record:
+    return list(RecordStore(place / RECORD).read())[-1]
 
 
 def _rank_batch(base: RunConfig, batch_size: int, ranks: int) -> BatchShape:

@@ -12,7 +12,7 @@ def layout_table(layout: ChosenLayout) -> Table:
     """Makes a row for every way to run the model, the fastest first."""
     fastest = layout.chosen.step_time_s
     return Table(
-        headers=("ranks", "strategy", "step by the formulas", "slower by", "tensors of a rank"),
+        headers=("ranks", "strategy", "step by the formulas", "slower by", "tensors per rank"),
         rows=tuple(
             (
                 str(each.ranks),
@@ -23,7 +23,7 @@ def layout_table(layout: ChosenLayout) -> Table:
             )
             for each in layout.candidates
         ),
-        caption=f"Layouts on {layout.hardware}, from a calibration of this model; the first is run",
+        caption=f"Layouts on {layout.hardware}, calibrated with this model; the first is trained",
     )
 
 

@@ -34,12 +34,9 @@ _REFINING = (2.0, 5)
 RATE, BATCH, FIT, FINAL = "rate", "batch", "fit", "final"
 """What a run is for: checking learning rates, checking batches, the fit, or the chosen model."""
 CHECKS = (RATE, BATCH)
-_LARGER = 3.0
+_LARGER = 2.0
 """Times the expected best size, for the larger model whose learning rate is checked."""
-_MORE_SIZES = 3
-"""Larger models that may take the place of smaller ones."""
 _TRIES = 4
-_SEEDS_OF_A_SWEEP = 1000
 _NEAR = math.log(1.5)
 """A model whose size is off by more is another one."""
 COST_OF_FIT: float = sum(
@@ -135,7 +132,10 @@ def _checked_models(question: Question) -> list[tuple[ModelShape, float]]:
     """Returns the models of the check with their FLOPs; the larger one only if it is another."""
     surface = learn_from(None).surface
     small, large = question.levels[1:3]
-    first = find_shape(question, float(surface.optimal_parameters(small)))
+    best = float(surface.optimal_parameters(small))
+    # Where the best model is too small to be built, the smallest one that can be is checked.
+    found = (find_shape(question, best * math.exp(_NEAR * step)) for step in range(_TRIES))
+    first = next((shape for shape in found if shape is not None), None)
     second = find_shape(question, _LARGER * float(surface.optimal_parameters(large)))
     if first is None:
         raise UsageError(
@@ -185,16 +185,11 @@ def refining_runs(
 
 
 def _named(runs: list[PlannedRun], num_before: int, purpose: str) -> list[PlannedRun]:
-    """Returns runs with their names; those of the fit with seeds of their own.
-
-    What luck does to a run is then noise to the fit. With one seed, it would favour a model at all
-    levels alike.
-    """
-    named = []
-    for number, run in enumerate(runs, start=num_before + 1):
-        seed = _SEEDS_OF_A_SWEEP * run.seed + number if purpose == FIT else run.seed
-        named.append(msgspec.structs.replace(run, name=f"{purpose}-{number:02d}", seed=seed))
-    return named
+    """Returns runs with their names."""
+    return [
+        msgspec.structs.replace(run, name=f"{purpose}-{number:02d}")
+        for number, run in enumerate(runs, start=num_before + 1)
+    ]
 
 
 def _runs(
@@ -206,8 +201,8 @@ def _runs(
 ) -> list[PlannedRun]:
     """Returns runs of distinct models at every level, small ones first.
 
-    Where small models cannot be built, or would see the text too often, larger ones take their
-    place.
+    Models that cannot be built, or would see the text too often, are left out. Larger ones do not
+    take their place: a run with fewer tokens than parameters tells nothing of the best size.
     """
     reach, number = sizes
     step = reach ** (2 / (number - 1))
@@ -215,9 +210,7 @@ def _runs(
     for flops in levels:
         best = float(belief.surface.optimal_parameters(flops))
         here: dict[int, PlannedRun] = {}
-        for size in best / reach * step ** np.arange(number + _MORE_SIZES):
-            if len(here) == number:
-                break
+        for size in best / reach * step ** np.arange(number):
             shape = find_shape(question, float(size))
             if shape is None:
                 continue
@@ -227,7 +220,7 @@ def _runs(
         found += here.values()
     if not found:
         raise UsageError(
-            f"no model of a vocabulary of {question.vocab_size} can be trained with "
+            f"no model with a vocabulary of {question.vocab_size} can be trained with "
             f"{levels[0]:.3g} to {levels[-1]:.3g} FLOPs; give a larger --target, or more text"
         )
     return found
@@ -272,6 +265,6 @@ def planned_run(
         tokens=tokens,
         flops=per_token * tokens,
         seed=question.seed,
-        learning_rate_factor=rule.rate_factor(parameters),
+        learning_rate_factor=rule.learning_rate_factor,
         batch_factor=rule.batch_factor,
     )

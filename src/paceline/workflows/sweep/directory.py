@@ -104,7 +104,7 @@ class SweepDirectory:
             if state.question != question:
                 difference = _difference(state.question, question)
                 raise UsageError(
-                    f"{self.path} holds a sweep with another question ({difference}); name another "
+                    f"{self.path} holds a sweep with other settings ({difference}); name another "
                     "directory with --out"
                 )
             return state
@@ -266,5 +266,9 @@ def _difference(here: Question, asked: Question) -> str:
     for field in here.__struct_fields__:
         old, new = getattr(here, field), getattr(asked, field)
         if old != new:
-            return f"{field} {old:g} there, {new:g} asked"
+            return f"{field} {_written(old)} there, {_written(new)} here"
     return "the same"
+
+
+def _written(value: float | None) -> str:
+    return "unlimited" if value is None else f"{value:g}"

@@ -1,14 +1,18 @@
 """The learning rate and batch of every run of a sweep, and whether the rule holds.
 
-Step Law (arXiv 2503.04715) gives both from parameters and tokens. It was fitted to models of 60M
-parameters and more, so a sweep first varies the learning rate about what it says, for a small model
-and for a larger one, and multiplies the law by the factors that their losses ask for, with a power
-of N between them. Then it varies the batch, with that learning rate times the root of the factor.
+Step Law (arXiv 2503.04715) gives both from parameters and tokens. Its learning rate is taken at 20
+tokens per parameter, so that it depends on N alone: a longer run has a larger batch, which asks for
+a higher rate, and more steps, which ask for a lower one (arXiv 2409.19913), and the two cancel.
+
+The law was fitted to models of 60M parameters and more, so a sweep first varies the learning rate
+about what it says, for a small model and for a larger one, and multiplies the law by what their
+losses ask for. Then it varies the batch, with that learning rate times the root of the factor.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,8 +28,7 @@ VARIED_RATES = (0.125, 0.25, 0.5, 2.0)
 VARIED_BATCHES = (0.25, 0.5, 2.0)
 """Factors by which the check varies the batch."""
 _POINTS = 3
-_STEEPEST = 0.7
-"""Power of N that the check may add: the law's own is -0.713."""
+_TOKENS_PER_PARAMETER = 20.0
 _WORTH_SAYING = 0.005
 """Relative gain in loss from which a finding asks for a change."""
 
@@ -49,16 +52,9 @@ class Rule:
     """Step Law, times two factors."""
 
     learning_rate_factor: float = 1.0
-    """What the law's learning rate is multiplied by, for a model of `size` parameters."""
-    size: float = 1.0
-    slope: float = 0.0
-    """Power of parameters over `size` that the learning rate is multiplied by as well."""
+    """What the law's learning rate is multiplied by."""
     batch_factor: float = 1.0
     """What the law's batch is multiplied by."""
-
-    def rate_factor(self, parameters: float) -> float:
-        """Returns what the law's learning rate is multiplied by for a model."""
-        return self.learning_rate_factor * math.pow(parameters / self.size, self.slope)
 
     def apply(self, parameters: float, tokens: float, context_length: int) -> Hyperparameters:
         """Returns the hyperparameters of a run of so many parameters and about so many tokens."""
@@ -68,10 +64,9 @@ class Rule:
         steps = max(1, round(tokens / (batch_size * context_length)))
         # Adam's learning rate goes with the root of the batch (arXiv 2205.10287).
         for_batch = math.sqrt(batch_size * context_length / by_law)
+        by_size = suggested_learning_rate(parameters, _TOKENS_PER_PARAMETER * parameters)
         return Hyperparameters(
-            learning_rate=self.rate_factor(parameters)
-            * for_batch
-            * suggested_learning_rate(parameters, tokens),
+            learning_rate=self.learning_rate_factor * for_batch * by_size,
             batch_size=batch_size,
             warmup_steps=min(steps, max(1, round(_WARMUP * steps))),
             steps=steps,
@@ -86,17 +81,13 @@ class Rule:
         )
 
 
-def rule_of_rates(best: Mapping[float, float]) -> Rule:
-    """Returns the rule from the best factor of each model that was checked, by its parameters."""
-    sizes = sorted(best)
-    slope = 0.0
-    if len(sizes) > 1:
-        slope = math.log(best[sizes[-1]] / best[sizes[0]]) / math.log(sizes[-1] / sizes[0])
-    return Rule(
-        learning_rate_factor=best[sizes[0]],
-        size=sizes[0],
-        slope=min(max(slope, -_STEEPEST), _STEEPEST),
-    )
+def rule_of_rates(best: Sequence[float]) -> Rule:
+    """Returns the rule from the best factor of each model that was checked: their geometric mean.
+
+    No power of N is made of them. Each is known to a factor of 1.5 at best, and a line through two
+    sizes would reach the size of the final run several times as wrong.
+    """
+    return Rule(learning_rate_factor=statistics.geometric_mean(best))
 
 
 def best_factor(losses: Mapping[float, float]) -> float:
@@ -118,22 +109,25 @@ def best_factor(losses: Mapping[float, float]) -> float:
     return min(max(best, near[0]), near[-1])
 
 
-def rule_finding(name: str, what: str, losses: Mapping[float, float], factor: float) -> Finding:
+def rule_finding(
+    name: str, what: str, losses: Mapping[float, float], factor: float, used: float
+) -> Finding:
     """Says how the rule did in the check.
 
     Args:
         name: The finding's name.
-        what: Learning rate or batch, as a sentence names it.
+        what: Learning rate or batch size, as a sentence names it.
         losses: Held-out loss by factor; factor 1 is the rule itself.
         factor: Where the loss is lowest.
+        used: The factor of all other runs.
     """
     rule_loss = losses[1.0]
     gain = 1 - min(losses.values()) / rule_loss
     tried = ", ".join(f"{losses[f]:.4f} at {f:g}x" for f in sorted(losses))
-    message = f"{what} by Step Law: held-out loss {tried}; lowest about {factor:.2g}x"
+    message = f"{what} relative to Step Law: held-out loss {tried}; lowest at about {factor:.2g}x"
     remedy = ""
     if gain > _WORTH_SAYING:
-        remedy = f"the other runs use {factor:.2g} times the law, which gains {gain:.1%} here"
+        remedy = f"the other runs use {used:.2g}x Step Law; the best loss here is {gain:.1%} lower"
     return Finding(
         name=name, message=message, remedy=remedy, figures={"factor": factor, "gain": gain}
     )

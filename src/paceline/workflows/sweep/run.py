@@ -140,18 +140,26 @@ class SweepRunner:
 
 def judge_rates(rows: Sequence[RunRow]) -> tuple[list[Finding], Rule]:
     """Returns what the check of learning rates has found, and the rule that follows from it."""
-    findings: list[Finding] = []
-    best: dict[float, float] = {}
-    for size in sorted({row.num_parameters for row in rows}):
-        losses = _losses([row for row in rows if row.num_parameters == size], RATE)
-        if 1.0 not in losses:
-            if not best:
-                raise _nothing_to_compare(rows)
-            continue  # The larger model alone has failed: one size has no slope.
-        best[float(size)] = best_factor(losses)
-        what = f"learning rate of {size:,} parameters"
-        findings.append(rule_finding("learning_rate_rule", what, losses, best[float(size)]))
-    return findings, rule_of_rates(best)
+    checked = {
+        size: _losses([row for row in rows if row.num_parameters == size], RATE)
+        for size in sorted({row.num_parameters for row in rows})
+    }
+    # Where the rule itself has failed for one of the models, the other one decides.
+    best = {size: best_factor(losses) for size, losses in checked.items() if 1.0 in losses}
+    if not best:
+        raise _nothing_to_compare(rows)
+    rule = rule_of_rates(tuple(best.values()))
+    findings = [
+        rule_finding(
+            "learning_rate_rule",
+            f"learning rate of the model with {size:,} parameters",
+            checked[size],
+            factor,
+            rule.learning_rate_factor,
+        )
+        for size, factor in best.items()
+    ]
+    return findings, rule
 
 
 def judge_batches(rows: Sequence[RunRow], rule: Rule) -> tuple[Finding, Rule]:
@@ -160,7 +168,7 @@ def judge_batches(rows: Sequence[RunRow], rule: Rule) -> tuple[Finding, Rule]:
     if 1.0 not in losses:
         raise _nothing_to_compare(rows)
     factor = best_factor(losses)
-    finding = rule_finding("batch_rule", "batch", losses, factor)
+    finding = rule_finding("batch_rule", "batch size", losses, factor, factor)
     return finding, dataclasses.replace(rule, batch_factor=factor)
 
 
@@ -176,6 +184,6 @@ def _losses(rows: Sequence[RunRow], purpose: str) -> dict[float, float]:
 def _nothing_to_compare(rows: Sequence[RunRow]) -> SweepFailedError:
     reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows if row.reason)
     return SweepFailedError(
-        f"the run of the rule itself has no loss, so nothing can be compared ({reasons}); see its "
-        "log.txt"
+        f"the baseline run (1x Step Law) has no loss, so no run can be compared with it "
+        f"({reasons}); see its log.txt"
     )

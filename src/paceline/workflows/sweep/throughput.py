@@ -43,7 +43,7 @@ def runs_at_once(
     at_once = wanted or state.at_once
     if at_once is None:
         at_once = best_at_once(directory.base(), state.runs[0], ranks)
-        say(f"runs at a time: {at_once}, measured to be the fastest here")
+        say(f"concurrent runs: {at_once}, measured to be the fastest on this machine")
     if at_once != state.at_once:
         directory.keep(msgspec.structs.replace(state, at_once=at_once))
     return at_once
@@ -91,6 +91,6 @@ def _step_time_s(directory: pathlib.Path) -> float:
     ending = read_ending(directory)
     if ending is None or ending.outcome != "ok":
         reason = "killed" if ending is None else ending.reason
-        raise PacelineError(f"the first steps of a run failed: {reason}")
+        raise PacelineError(f"measuring how many runs to train at once failed: {reason}")
     (record,) = RecordStore(directory / RECORD).read()
     return record.metrics["step_time_s"].value

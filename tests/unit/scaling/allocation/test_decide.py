@@ -30,7 +30,7 @@ def test_shapes_are_near_buildable_and_regular(parameters: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(2e4, 1e12), st.floats(1.0, 10.0))
+@given(st.floats(3e4, 1e12), st.floats(1.0, 10.0))
 def test_a_ladder_has_one_depth_for_every_width(parameters: float, factor: float) -> None:
     small, large = (
         ladder_shape(size, vocab_size=256, context_length=128)
@@ -39,7 +39,7 @@ def test_a_ladder_has_one_depth_for_every_width(parameters: float, factor: float
     require_buildable(small)
     assert count_parameters(small).total == pytest.approx(parameters, rel=0.5)
     assert small.head_width % 2 == 0
-    assert small.head_width >= 16
+    assert small.head_width >= 24
     assert small.num_layers >= 3
     assert (small.d_model, small.num_layers) <= (large.d_model, large.num_layers)
     if small.d_model == large.d_model:

@@ -166,7 +166,11 @@ def test_a_few_runs_are_weighed_against_the_prior(surface: LossSurface) -> None:
     def residuals(mean: np.ndarray) -> np.ndarray:
         believed = Belief(mean=mean, covariance=prior.covariance, noise=prior.noise).surface
         off = np.log(sweep.loss / believed.loss(sweep.parameters, sweep.tokens))
-        return np.append(off / prior.noise, (mean - prior.mean) / deviation)
+        floor, log_p, alpha, log_q, beta = mean - prior.mean
+        # E and the exponents as published, the terms in their ratio, and loosely in their level.
+        ratio, level = (log_p - log_q) / math.hypot(*deviation[[1, 3]]), (log_p + log_q) / 2 / 3.0
+        expected = floor / deviation[0], alpha / deviation[2], beta / deviation[4], ratio, level
+        return np.append(off / prior.noise, expected)
 
     tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
     searched = least_squares(residuals, prior.mean, **tight)
@@ -183,3 +187,21 @@ def test_learning_recovers_a_surface(surface: LossSurface) -> None:
     error = math.log(float(belief.surface.optimal_parameters(1e19)) / truth)
     assert abs(error) < 3 * belief.log_size_deviation(1e19)
     assert belief.noise == pytest.approx(0.001, rel=0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_of_bytes_predict_a_run_of_ten_times_their_compute(seed: int) -> None:
+    # Both terms are a twentieth of what published surfaces have at the same N and D.
+    surface = LossSurface(0.85, 0.33 * 1e5**0.37, 0.37, 0.42 * 1e6**0.36, 0.36)
+    compute = np.repeat(2e12 / 2.0 ** np.arange(5), 4)
+    sizes = np.tile([0.5, 0.8, 1.25, 2.0], 5) * surface.optimal_parameters(compute)
+    tokens = tokens_for(compute, sizes)
+    luck = np.random.default_rng(seed).normal(0, 0.01, len(sizes))
+    belief = learn(sizes, tokens, surface.loss(sizes, tokens) * np.exp(luck), noise=0.003)
+    best = float(surface.optimal_parameters(2e13))
+    target = best, float(tokens_for(2e13, best))
+    predicted, truth = belief.loss(*target), float(surface.loss(*target))
+    assert predicted.value == pytest.approx(truth, rel=0.02)
+    assert predicted.low is not None
+    assert predicted.high is not None
+    assert predicted.low < truth < predicted.high

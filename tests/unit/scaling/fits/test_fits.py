@@ -273,7 +273,7 @@ def test_n_and_d_always_spend_the_budget(surface: LossSurface) -> None:
 
 def test_too_few_runs_allow_no_method() -> None:
     sweep = Sweep.from_arrays(parameters=[1e8, 2e8], compute=[1e18, 1e18], loss=[3.0, 3.1])
-    with pytest.raises(UsageError, match=r"allow no method.*2 distinct runs"):
+    with pytest.raises(UsageError, match=r"no method can be fitted.*2 distinct runs"):
         fit(sweep)
 
 

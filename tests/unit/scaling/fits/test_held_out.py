@@ -49,7 +49,7 @@ def test_the_surface_answers_where_runs_lie_on_one(course_sweep: Sweep) -> None:
         choice = choose_method(sweep)
         assert (choice.method, choice.is_trimmed) == ("parametric", False)
         assert len(choice.held_out) == 3
-        assert choice.reason.startswith("parametric answers: fitted to all runs without 6e+20")
+        assert choice.reason.startswith("parametric is used: fitted to all runs without 6e+20")
         assert choice.error is not None
         assert choice.error < 0.005
 

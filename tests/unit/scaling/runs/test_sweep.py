@@ -119,7 +119,7 @@ def test_training_records_are_runs(tmp_path: pathlib.Path) -> None:
         ("runs.json", "[", "not valid JSON"),
         ("runs.jsonl", "{}\n{", "row 2: not valid JSON"),
         ("runs.json", "[]", "no runs"),
-        ("runs.csv", "parameters,tokens,final_loss\n1,2\n", "row 1: not as many cells"),
+        ("runs.csv", "parameters,tokens,final_loss\n1,2\n", "row 1: the number of cells"),
         ("runs.jsonl", '{"schema": 1}', "row 1: a record needs case"),
         ("runs.jsonl", '{"schema": 1, "case": {}, "metrics": {}}', "row 1: case.vocab_size"),
     ],
@@ -151,10 +151,10 @@ def test_files_of_several_sweeps(tmp_path: pathlib.Path) -> None:
     assert sweep.tokens.tolist() == [1e10, 5e9]
     assert read_sweep(path, name="not").loss.tolist() == [3.0]
     for name in (None, "other"):
-        with pytest.raises(UsageError, match=r"holds the sweeps tuned, not; name one of them"):
+        with pytest.raises(UsageError, match=r"contains the sweeps tuned, not; name one of them"):
             read_sweep(path, name=name)
     (tmp_path / "runs.json").write_text(json.dumps([GOOD]))
-    with pytest.raises(UsageError, match=r"holds one sweep without a name"):
+    with pytest.raises(UsageError, match=r"contains one sweep without a name"):
         read_sweep(tmp_path / "runs.json", name="tuned")
     (tmp_path / "wrong.json").write_text(json.dumps({"tuned": {"runs": [[1.0, 2.0]]}}))
     with pytest.raises(UsageError, match=r"row 1: an object with the run's fields"):

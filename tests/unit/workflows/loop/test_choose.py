@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from paceline.scaling import ScalingFit, Sweep, fit
-from paceline.workflows.loop.choose import LoopStoppedError, choose_model
+from paceline.workflows.loop.choose import choose_model
+from paceline.workflows.loop.directory import LoopStoppedError
 from paceline.workflows.sweep.rules import Rule
 from tests.unit.workflows.loop.fake_machine import QUESTION
 from tests.unit.workflows.sweep.fake_runs import SURFACE
@@ -29,7 +30,9 @@ def test_the_best_model_of_the_surface_is_chosen() -> None:
 
 
 def test_runs_that_scatter_carry_no_decision() -> None:
-    with pytest.raises(LoopStoppedError, match="carries no decision; raise --exploration"):
+    with pytest.raises(
+        LoopStoppedError, match="too uncertain to choose a model; raise --exploration"
+    ):
         choose_model(QUESTION, _fit(0.08), Rule(), ())
 
 

@@ -33,7 +33,7 @@ def test_the_page_shows_every_stage(tmp_path: pathlib.Path) -> None:
     page = (runner.directory.path / PAGE).read_text(encoding="utf-8")
     for title in (
         *("From 1e+14 FLOPs to a model", "Predicted and measured", "The final run", "The sweep"),
-        *("The layout", "The price of exploring", "All predictions so far"),
+        *("The layout", "Cost of the sweep", "All predictions so far"),
     ):
         assert title in page
     assert page.count("data:image/svg+xml") == 5

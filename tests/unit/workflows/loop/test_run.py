@@ -9,8 +9,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.prediction.history import read_history
-from paceline.workflows.loop.choose import LoopStoppedError
-from paceline.workflows.loop.directory import LoopDirectory
+from paceline.workflows.loop.directory import LoopDirectory, LoopStoppedError
 from tests.unit.workflows.loop.fake_machine import QUESTION, FakeCalibration, make_runner
 from tests.unit.workflows.sweep.fake_runs import BASE, SURFACE, FakeExecutor
 
@@ -76,7 +75,7 @@ def test_a_loop_that_dies_comes_to_the_same_outcome(tmp_path: pathlib.Path, seed
 def test_a_deadline_that_cannot_be_met_is_refused_with_what_can(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor()
     runner = make_runner(tmp_path, executor, deadline_s=1.0)
-    with pytest.raises(UsageError, match=r"the deadline is 1 s; --budget \S+ fits"):
+    with pytest.raises(UsageError, match=r"the deadline is 1 s; --budget \S+ would fit"):
         runner.run(QUESTION, BASE)
     assert not executor.made
 
@@ -91,7 +90,7 @@ def test_text_that_is_too_short_is_said_before_the_final_run(tmp_path: pathlib.P
 
 def test_a_final_run_that_fails_says_where_to_look(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor(failing=["final"])
-    with pytest.raises(LoopStoppedError, match=r"the final run has failed: not finite; see .*log"):
+    with pytest.raises(LoopStoppedError, match=r"the final run failed: not finite; see .*log"):
         make_runner(tmp_path, executor).run(QUESTION, BASE)
 
 
@@ -102,7 +101,7 @@ def test_another_budget_needs_another_directory(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match="name another directory with --out"):
         directory.begin(msgspec.structs.replace(QUESTION, budget=2e14))
     (tmp_path / "loop.json").write_text("{")
-    with pytest.raises(UsageError, match=r"loop\.json: not what a loop writes there"):
+    with pytest.raises(UsageError, match=r"loop\.json: not a file that a loop has written"):
         directory.question()
 
 
@@ -113,6 +112,27 @@ def test_lines_say_what_each_stage_decided(tmp_path: pathlib.Path) -> None:
         said.setdefault(stage, []).extend(lines)
 
     make_runner(tmp_path, FakeExecutor(), tell=tell).run(QUESTION, BASE)
-    assert "in all by the calibration" in said["calibrate"][0]
+    assert "predicted time " in said["calibrate"][0]
     assert "held-out loss" in said["choose"][1]
     assert "ranks" in said["plan"][0]
+
+
+def test_a_layout_whose_pilot_run_fails_is_not_taken(tmp_path: pathlib.Path) -> None:
+    runner = make_runner(tmp_path, FakeExecutor(failing=["pilot-1"]))
+    runner.run(QUESTION, BASE)
+    layout = runner.directory.layout()
+    assert layout is not None
+    assert layout.chosen.ranks == 2
+    assert layout.chosen.pilot is not None
+    assert [each.pilot for each in layout.candidates[1:]] == [None] * (len(layout.candidates) - 1)
+    assert 1 not in {each.ranks for each in layout.candidates}
+    # What was measured is what is predicted, and no interval is narrower than repeated runs.
+    assert layout.step_time_s.value == layout.chosen.pilot.step_time_s
+    assert layout.step_time_s.low is not None
+    assert layout.step_time_s.low < 0.96 * layout.step_time_s.value
+
+
+def test_a_model_that_trains_on_no_number_of_ranks_ends_the_loop(tmp_path: pathlib.Path) -> None:
+    runner = make_runner(tmp_path, FakeExecutor(failing=["pilot-1", "pilot-2"]))
+    with pytest.raises(LoopStoppedError, match=r"the pilot runs failed .* \(1, 2\)"):
+        runner.run(QUESTION, BASE)

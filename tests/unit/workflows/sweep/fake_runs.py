@@ -57,7 +57,7 @@ def _finish(directory: pathlib.Path, config: RunConfig) -> None:
     parameters = count_parameters(shape).total
     tokens = config.training.steps * config.tokens_per_step
     for_batch = math.sqrt(config.tokens_per_step / step_law_batch_tokens(tokens))
-    by_law = for_batch * suggested_learning_rate(parameters, tokens)
+    by_law = for_batch * suggested_learning_rate(parameters, 20 * parameters)
     factor = config.optimizer.learning_rate / by_law
     fitted = flops_per_token(shape, config.data.context_length).model / 6
     loss = float(SURFACE.loss(fitted, tokens)) * (1 + 0.01 * (factor - 0.5) ** 2)

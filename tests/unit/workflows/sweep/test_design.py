@@ -88,14 +88,15 @@ def test_the_check_varies_one_thing_at_a_time() -> None:
     assert len({run.seed for run in (*rates, *batches)}) == 1
 
 
-def test_the_rule_goes_through_the_best_factor_of_both_sizes() -> None:
-    rule = rule_of_rates({1e5: 0.4, 8e5: 0.8})
-    assert rule.rate_factor(1e5) == pytest.approx(0.4)
-    assert rule.rate_factor(8e5) == pytest.approx(0.8)
-    assert rule.rate_factor(64e5) == pytest.approx(1.6)
-    assert rule_of_rates({1e5: 0.4}).rate_factor(1e9) == pytest.approx(0.4)
-    # No steeper than the law itself, whatever two noisy losses say.
-    assert rule_of_rates({1e5: 0.1, 2e5: 4.0}).slope == 0.7
+def test_the_rule_is_the_mean_of_the_best_factors_whatever_the_size_and_the_tokens() -> None:
+    rule = rule_of_rates([0.2, 0.8])
+    assert rule.learning_rate_factor == pytest.approx(0.4)
+    # Longer runs have larger batches, and the same learning rate up to whole sequences.
+    short, long = rule.apply(1e6, 2e7, 128), rule.apply(1e6, 2e9, 128)
+    assert long.batch_size > 10 * short.batch_size
+    assert long.learning_rate == pytest.approx(short.learning_rate, rel=0.02)
+    law = 1.79 * 1e6**-0.713 * 2e7**0.307
+    assert short.learning_rate == pytest.approx(0.4 * law, rel=0.02)
 
 
 def test_a_check_that_no_model_is_small_enough_for() -> None:
@@ -119,10 +120,10 @@ def test_factors_stay_within_what_was_tried() -> None:
 
 def test_a_rule_that_is_off_is_a_finding_with_its_gain() -> None:
     losses = {0.5: 1.9, 1.0: 2.0, 2.0: 2.4}
-    finding = rule_finding("learning_rate_rule", "learning rate", losses, 0.6)
+    finding = rule_finding("learning_rate_rule", "learning rate", losses, 0.6, 0.7)
     assert "1.9000 at 0.5x, 2.0000 at 1x, 2.4000 at 2x" in finding.message
-    assert "gains 5.0%" in finding.remedy
-    assert not rule_finding("x", "x", {0.5: 2.0, 1.0: 1.999, 2.0: 2.1}, 0.9).remedy
+    assert finding.remedy == "the other runs use 0.7x Step Law; the best loss here is 5.0% lower"
+    assert not rule_finding("x", "x", {0.5: 2.0, 1.0: 1.999, 2.0: 2.1}, 0.9, 0.9).remedy
 
 
 def test_batches_leave_enough_steps() -> None:

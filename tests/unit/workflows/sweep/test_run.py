@@ -36,7 +36,7 @@ def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
     for rate in (small, large):
         assert rate.figures["factor"] == pytest.approx(0.5, rel=0.3)
     rule = runner.rule()
-    assert rule.rate_factor(1e6) == pytest.approx(0.5, rel=0.3)
+    assert rule.learning_rate_factor == pytest.approx(0.5, rel=0.3)
     found = fit(read_sweep(tmp_path / ROWS), num_draws=50)
     sizes, _ = found.parametric.optimum([QUESTION.target])
     assert float(sizes[0]) == pytest.approx(
@@ -89,9 +89,9 @@ def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: 
 
 def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
     runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-06", "fit-02"]))
-    runner.run(QUESTION, BASE)
-    # Without the larger model at the rule itself there is no slope.
-    assert runner.rule().slope == 0
+    small, _batch = runner.run(QUESTION, BASE)
+    # Without the larger model at the rule itself, the small one decides.
+    assert runner.rule().learning_rate_factor == pytest.approx(small.figures["factor"])
     rows = {row.name: row for row in runner.directory.rows("fit")}
     assert rows["fit-02"].outcome == "diverged"
     assert rows["fit-02"].final_loss is None
@@ -109,19 +109,19 @@ def test_a_run_that_is_always_killed_fails_after_three_attempts(tmp_path: pathli
     assert (row.outcome, row.reason) == ("failed", "killed 3 times")
 
 
-@pytest.mark.parametrize("run", ["rate-01", "batch-01"])
+@pytest.mark.parametrize("failing", [["rate-01", "rate-06"], ["batch-01"]])
 def test_without_the_rules_own_run_nothing_can_be_compared(
-    tmp_path: pathlib.Path, run: str
+    tmp_path: pathlib.Path, failing: list[str]
 ) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=[run]))
-    with pytest.raises(SweepFailedError, match=f"{run}: not finite"):
+    runner = _runner(tmp_path, FakeExecutor(failing=failing))
+    with pytest.raises(SweepFailedError, match=f"{failing[0]}: not finite"):
         runner.run(QUESTION, BASE)
 
 
 def test_another_question_needs_another_directory(tmp_path: pathlib.Path) -> None:
     SweepDirectory(tmp_path).begin(QUESTION, BASE)
     other = msgspec.structs.replace(QUESTION, target=2e14)
-    with pytest.raises(UsageError, match=r"target 1e\+14 there, 2e\+14 asked"):
+    with pytest.raises(UsageError, match=r"target 1e\+14 there, 2e\+14 here"):
         SweepDirectory(tmp_path).begin(other, BASE)
 
 
