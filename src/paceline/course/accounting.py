@@ -62,10 +62,10 @@ def _memory(shape: ModelShape) -> Explanation:
     states, saved = _states_and_saved(shape)
     in_gb, in_gib = _num_devices(states, _H100_SIZE)
     return Explanation(
-        question="(a) States on one device, and what is saved for backward",
+        question="(a) Model states on one device, and activations saved for backward",
         assumptions=(
             "float32 weights, accumulated gradients and two moments: 16 bytes per parameter",
-            "bfloat16 inputs of both matrices of every block saved; activations come on top",
+            "bfloat16 inputs of both matrices of every block are saved, in addition to the states",
         ),
         steps=(
             WorkedLine(
@@ -109,7 +109,8 @@ def _sharded_memory(shape: ModelShape) -> Explanation:
     return Explanation(
         question="(b) States and half of the activations sharded over N devices of 95 GiB",
         assumptions=(
-            "A bytes saved for backward on each device, of which every second layer's are sharded",
+            "A bytes are saved for backward on each device; those of every second layer are "
+            "sharded",
         ),
         steps=(
             WorkedLine(
@@ -196,10 +197,10 @@ def _any_mesh(shape: ModelShape) -> Explanation:
             )
         )
     return Explanation(
-        question="(d) A smaller batch, still compute-bound: choose X and Y again",
+        question="(d) A smaller batch, still compute-bound: choose X and Y freely",
         assumptions=(
             "the split X = sqrt(B N M_X / (F M_Y)), not rounded to whole devices",
-            "neither pipeline stages nor gathers in fewer bits, which would lower it further",
+            "no pipeline stages and no all-gathers in lower precision: both would lower B further",
         ),
         steps=tuple(steps),
         values=values,

@@ -59,7 +59,7 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         ),
         Part(
             "Warm-up",
-            "What happens to mean and deviation without warm-up steps, or with one or two?",
+            "How do mean and standard deviation change without warm-up steps, or with one or two?",
             step.answer_warmup,
             "step",
         ),
@@ -96,7 +96,7 @@ DELIVERABLES: tuple[Deliverable, ...] = (
             arithmetic.explain_autocast,
         ),
         Part(
-            "What it gains",
+            "Speed-up",
             "How much faster are forward and backward in bf16, by model?",
             step.answer_precision,
             "step",
@@ -115,8 +115,8 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         ),
         Part(
             "The 2.7B model",
-            "How large is a tensor of the residual stream, and what should a training step of "
-            "the 2.7B model take at each context?",
+            "How large is a tensor of the residual stream, and how much memory should a training "
+            "step of the 2.7B model take at each context?",
             profile.calculate_memory,
         ),
     ),
@@ -125,14 +125,14 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "Attention that stores its scores",
         Part(
             "Time and memory by length",
-            "How do both passes and the memory before backward grow with the sequence, and "
-            "where does it run out?",
+            "How do the times of forward and backward and the memory before backward grow with "
+            "the sequence length, and at which length does memory run out?",
             attention.answer_naive,
             "attention",
         ),
         Part(
-            "A configuration that runs out",
-            "What does the memory consist of, and what would remove it?",
+            "A configuration that runs out of memory",
+            "What is the memory used for, and how can most of it be avoided?",
             attention.calculate_naive,
         ),
     ),
@@ -141,13 +141,13 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "Compilation",
         Part(
             "Attention",
-            "What does compiling attention gain?",
+            "How much faster is compiled attention?",
             attention.answer_compiled_attention,
             "attention",
         ),
         Part(
             "The whole model",
-            "What does compiling the model gain in forward, and in the whole step?",
+            "How much faster is the compiled model in forward, and in the whole step?",
             step.answer_compiled_step,
             "step",
         ),
@@ -157,12 +157,12 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "FlashAttention-2",
         Part(
             "Tiles",
-            "What do forward and backward compute tile by tile, and what do they keep?",
+            "What do forward and backward compute tile by tile, and what do they save?",
             attention.explain_tiles,
         ),
         Part(
             "Triton kernels",
-            "What do the kernels take of a GPU?",
+            "How many registers, how much shared memory and what occupancy do the kernels have?",
             attention.answer_kernels,
             "kernel",
         ),
@@ -172,8 +172,8 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "FlashAttention-2 against plain attention",
         Part(
             "Implementations side by side",
-            "How do forward, backward and both compare, causal, batch 1, by length, width and "
-            "dtype?",
+            "How long do forward and backward of each implementation take, with a causal mask and "
+            "batch 1, by length, head dimension and dtype?",
             attention.answer_flash,
             "attention",
         ),
@@ -184,7 +184,7 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         Part(
             "Throughput by size and ranks",
             "How long does an all-reduce of 1 MB to 1 GB take on 2, 4 and 6 ranks, and how "
-            "near is it to what the link could carry?",
+            "close does it come to the rate of the link?",
             collectives.answer_all_reduce,
             "comm",
         ),
@@ -194,7 +194,7 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "Data parallelism, one all-reduce per parameter",
         Part(
             "Equality",
-            "Does training on several ranks give the weights of one process?",
+            "Does training on several ranks give the same weights as training in one process?",
             strategies.explain_equality,
         ),
         Part(
@@ -220,13 +220,13 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         Part(
             "Individual parameters and buckets",
             "How long is a step when parameters, or buckets of 1 to 1000 MiB, are sent as soon "
-            "as they are ready, and is that what the overlap model expects?",
+            "as their gradients are ready, and does the overlap model predict it?",
             strategies.answer_overlap,
             "ddp",
         ),
         Part(
             "Traces with and without overlap",
-            "Where is communication in a step, beside what or after what?",
+            "When does a step communicate: during backward, or after it?",
             strategies.answer_traces,
             "timeline",
         ),
@@ -236,9 +236,9 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "DDP overhead equation",
         Part(
             "Overhead and best bucket",
-            "With s bytes, w bytes per second, o seconds per call and n buckets whose "
-            "computing takes as long as their sending, what time is left after backward, and "
-            "which bucket size makes it least?",
+            "There are s bytes of gradients, w bytes per second, o seconds per call, and n "
+            "buckets; computing a bucket takes as long as sending it. How long does "
+            "communication go on after backward, and which bucket size minimises that time?",
             strategies.calculate_overhead,
         ),
     ),
@@ -246,9 +246,9 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "communication_accounting",
         "Accounting of a model too large for any device",
         Part(
-            "Memory, sharding, and when computing hides communication",
-            "What do states and activations of xxl take, over how many devices must they be "
-            "sharded, and from which batch on is forward compute-bound?",
+            "Memory, sharding, and when compute hides communication",
+            "How much memory do the states and activations of xxl take, over how many devices "
+            "must they be sharded, and from which batch size on is forward compute-bound?",
             arithmetic.calculate_accounting,
         ),
     ),
@@ -257,21 +257,16 @@ DELIVERABLES: tuple[Deliverable, ...] = (
         "Sharding the optimizer state (ZeRO)",
         Part(
             "Memory at three instants",
-            "What does a rank hold after initialisation, before and after the optimizer's "
-            "step, with and without sharding, and what is it for?",
+            "How much memory does a rank hold after initialisation, and before and after the "
+            "optimizer step, with and without sharding, and what is it used for?",
             sharding.answer_memory,
             "optimizer",
         ),
-        Part(
-            "Time",
-            "What does sharding do to the time of a step?",
-            sharding.answer_time,
-            "optimizer",
-        ),
+        Part("Time", "How does sharding change step time?", sharding.answer_time, "optimizer"),
         Part(
             "Accounting, and ZeRO stage 1",
-            "What do the states of xl take, and how does this differ from ZeRO stage 1 in "
-            "memory and in what is sent?",
+            "How much memory do the states of xl take, and how does this sharding differ from "
+            "ZeRO stage 1 in memory and in communication volume?",
             sharding.calculate_states,
         ),
     ),

@@ -54,8 +54,8 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
         title="Data-parallel training, measured and explained",
         summary=(
             f"{answered} of {len(parts)} questions are answered, from {len(measured)} "
-            "measurements and by calculation. What is not measured says so, with the commands that "
-            "measure it.",
+            "measurements and by calculation. Each question without measurements lists the "
+            "commands that measure it.",
             *(f"Measured on {machine}." for machine in machines),
         ),
         sections=sections,
@@ -85,7 +85,7 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
             # Whoever has measured for hours must not lose the page to one odd record.
             _logger.exception("%s, %s: no answer could be made", deliverable.name, part.title)
             blocks = ()
-            failures.append(f"{part.title}: no answer could be made of the records: {error!r}")
+            failures.append(f"{part.title}: the records could not be evaluated: {error!r}")
         commands = commands_for(deliverable, part)
         parts.append(
             AnsweredPart(title=part.title, question=part.question, blocks=blocks, commands=commands)

@@ -101,5 +101,5 @@ def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib
     (wasted,) = [each["wasted_share"] for each in figures if "wasted_share" in each]
     assert wasted > 0.1
     (made_up,) = answer_scaling(Evidence.of([]))
-    assert "made up" in made_up.heading
+    assert "Synthetic" in made_up.heading
     assert made_up.findings[:2] != given.findings[:2]

@@ -142,7 +142,7 @@ def test_an_answer_that_cannot_be_made_is_an_entry(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build, "DELIVERABLES", replaced)
     report = build_report([])
     assert report.sections[0].failures == (
-        "By model: no answer could be made of the records: KeyError('time_s')",
+        "By model: the records could not be evaluated: KeyError('time_s')",
     )
     assert report.sections[1].is_complete
 

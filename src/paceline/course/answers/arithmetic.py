@@ -67,8 +67,9 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
     findings = (
         make_finding(
             "sum_rounds",
-            "The sum in {dtype} is furthest off, {result:.4f}: its numbers are {spacing:.4g} apart "
-            "there, so every addition above 8 moves it by that instead of {term:.6f}.",
+            "The {dtype} sum is furthest from 10, at {result:.4f}: there, neighbouring {dtype} "
+            "numbers are {spacing:.4g} apart, so above 8 every addition changes the sum by "
+            "{spacing:.4g} instead of {term:.6f}.",
             dtype=worst.sum_dtype,
             result=worst.result,
             spacing=worst.spacing,
@@ -76,9 +77,10 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
         ),
         make_finding(
             "term_rounds",
-            "{result:.4f} is another error: {dtype} has no 0.01, the nearest is {term:.9f}, and a "
-            "thousand of those are as much however they are added.",
-            "Keep sums in float32 even when their terms are not.",
+            "The float32 sum of {dtype} terms, {result:.4f}, has a different error: {dtype} cannot "
+            "represent 0.01. Its nearest number is {term:.9f}, and adding that number a thousand "
+            "times gives {result:.4f} even in float32.",
+            "Accumulate in float32 even when the terms have lower precision.",
             dtype=represented.term_dtype,
             result=represented.result,
             term=represented.term,
@@ -91,7 +93,7 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
 def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
     """Lists what autocast computes in which dtype."""
     table = Table(
-        headers=("what", "on CUDA", "on a CPU"),
+        headers=("tensor", "on CUDA", "on a CPU"),
         rows=_AUTOCAST_DTYPES,
         caption="checked by tests/unit/models/test_mixed_precision.py",
     )
@@ -103,9 +105,9 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
         ),
         make_finding(
             "layer_norm_is_float32",
-            "Layer norm is kept in float32 because it sums squares: in float16 256 squared "
-            "overflows; bfloat16 has float32's range, but eight significant bits are few for the "
-            "sums of a mean and a variance.",
+            "On CUDA, autocast keeps layer norm in float32 because layer norm sums squares. In "
+            "float16, 256 squared overflows; bfloat16 has the range of float32, but its eight "
+            "significant bits are few for the sums of a mean and a variance.",
         ),
     )
     heading = "Linear layer, layer norm, linear layer; float32 weights under autocast"
@@ -119,30 +121,35 @@ def calculate_accounting(_evidence: Evidence) -> tuple[Block, ...]:
     findings = (
         make_finding(
             "states",
-            "(a) The states, {state_gib:,.0f} GiB, fill {devices_of_80_gib} H100 before any "
-            "activation; each token adds {saved_bytes_per_token} bytes.",
+            "(a) Weights, gradients and optimizer state take {state_gib:,.0f} GiB: they fill "
+            "{devices_of_80_gib} H100 before any activations. Each token adds "
+            "{saved_bytes_per_token} bytes of activations.",
             state_gib=to_gibibytes(states["state_bytes"]),
             **states,
         ),
         make_finding(
             "sharded_states",
-            "(b) Without activations {devices_of_95_gib} devices are enough, with 4096 tokens each "
-            "{devices_with_4096_tokens}; with {most_tokens_per_device:,.0f} no number is, because "
-            "half of the activations is not sharded.",
+            "(b) Without activations, {devices_of_95_gib} devices are enough; with 4096 tokens per "
+            "device, {devices_with_4096_tokens} are needed. From {most_tokens_per_device:,.0f} "
+            "tokens per device on, no number of devices is enough, because half of the activations "
+            "is not sharded.",
             **sharded,
         ),
         make_finding(
             "compute_bound_batch",
-            "(c) On 16 by 4 devices forward is bound by compute from {batch_tokens_add:,.0f} "
-            "tokens on if the two axes add up, from {batch_tokens_overlap:,.0f} if they overlap.",
+            "(c) On 16 by 4 devices (FSDP by tensor parallelism), forward is compute-bound from a "
+            "batch of {batch_tokens_add:,.0f} tokens on if the two axes communicate one after the "
+            "other, and from {batch_tokens_overlap:,.0f} tokens on if they communicate at the same "
+            "time.",
             **fixed,
         ),
         make_finding(
             "compute_bound_batch_of_any_mesh",
-            "(d) Choosing the two axes again lowers that to {batch_tokens_add:,.0f} or "
-            "{batch_tokens_overlap:,.0f} tokens.",
-            "Pipeline stages and gathers in fewer bits lower it further; gradient accumulation and "
-            "longer contexts do not, they only make the batch larger.",
+            "(d) With the best split of the devices into the two axes, the smallest compute-bound "
+            "batch is {batch_tokens_add:,.0f} tokens (one after the other) or "
+            "{batch_tokens_overlap:,.0f} tokens (at the same time).",
+            "Pipeline stages and all-gathers in lower precision reduce the batch further; gradient "
+            "accumulation and longer contexts only make the batch larger.",
             **free,
         ),
     )

@@ -44,18 +44,18 @@ def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
         ("one matrix of scores", "4 B N²", scores),
         ("saved for backward", "3 · 4 B N D + 4 B N²", saved),
         ("scores, probabilities and a gradient, at the peak", "at least 3 · 4 B N²", 3 * scores),
-        ("saved by tiles that are recomputed", "4 · 4 B N D + 4 B N", tiled),
+        ("saved if tiles are recomputed in backward", "4 · 4 B N D + 4 B N", tiled),
     )
     table = Table(
-        headers=("what", "formula", "memory"),
+        headers=("part", "formula", "memory"),
         rows=tuple((*texts, format_binary_bytes(size)) for *texts, size in rows),
         caption="B sequences of N tokens, heads of dimension D",
     )
     finding = make_finding(
         "attention_saved_bytes",
-        "The probabilities are {probabilities_bytes} of the {saved_bytes} that are saved for "
-        "backward; recomputed tile by tile, {tiled_saved_bytes} are left, {saved_ratio} times "
-        "less.",
+        "Plain attention saves {saved_bytes} for backward, of which {probabilities_bytes} are the "
+        "probabilities. If backward recomputes the probabilities tile by tile, only "
+        "{tiled_saved_bytes} are saved, {saved_ratio} times less.",
         probabilities_bytes=scores,
         saved_bytes=saved,
         tiled_saved_bytes=tiled,
@@ -82,21 +82,21 @@ def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
     findings = (
         make_finding(
             "tiles_are_recomputed",
-            "Forward keeps a running maximum and sum per query, and saves the output and each "
-            "query's logsumexp, from which backward recomputes the probabilities tile by tile: at "
-            "length 16384, head dim 64 and bfloat16 {tiled_saved_bytes} instead of "
-            "{naive_saved_bytes}.",
+            "Forward keeps a running maximum and sum per query, and saves the output and the "
+            "logsumexp of each query. From the logsumexp, backward recomputes the probabilities "
+            "tile by tile. At length 16384, head dim 64 and bfloat16, this saves "
+            "{tiled_saved_bytes} for backward instead of {naive_saved_bytes}.",
             naive_saved_bytes=naive,
             tiled_saved_bytes=tiled,
         ),
         make_finding(
             "implementations",
-            "paceline.kernels.TiledAttentionFunction is the one in PyTorch, "
-            "TritonAttentionFunction the one in Triton; tests hold output, gradients and logsumexp "
-            "of both against the formula.",
+            "paceline.kernels.TiledAttentionFunction implements FlashAttention-2 in PyTorch, "
+            "TritonAttentionFunction in Triton; tests compare output, gradients and logsumexp of "
+            "both with the attention formula.",
         ),
     )
-    heading = "What is computed, and what is kept"
+    heading = "What FlashAttention-2 computes and saves"
     return (Block(heading=heading, pictures=(picture,), findings=findings),)
 
 
@@ -111,7 +111,7 @@ def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:
     captions = [text for text in (describe_fields(shared), table.caption) if text]
     return (
         Block(
-            heading="Compiled for GPUs that need not be there",
+            heading="Compiled ahead of time, without a GPU",
             tables=(dataclasses.replace(table, caption=", ".join(captions)),),
             findings=tuple(_kernel_findings(measured)),
             environments=describe_environments(found),
@@ -123,8 +123,8 @@ def _kernel_findings(measured: Sequence[Record]) -> Iterator[Finding]:
     fullest = max(measured, key=lambda record: record.metrics["registers"].value)
     yield make_finding(
         "register_spills",
-        "{num_spilling} of {num_kernels} kernels spill registers; the fullest, {kernel} for "
-        "{architecture}, uses {num_registers}.",
+        "{num_spilling} of {num_kernels} kernels spill registers; {kernel} for {architecture} uses "
+        "the most registers, {num_registers}.",
         num_spilling=sum(record.metrics["spill_bytes"].value > 0 for record in measured),
         num_kernels=len(measured),
         kernel=str(fullest.case["kernel"]),
@@ -133,13 +133,14 @@ def _kernel_findings(measured: Sequence[Record]) -> Iterator[Finding]:
     )
     multiplying = [record for record in measured if record.metrics["matrix_instructions"].value]
     if not multiplying:
-        yield make_finding("no_matrix_units", "No kernel has an instruction of the matrix units.")
+        yield make_finding("no_matrix_units", "No kernel contains a matrix instruction.")
         return
     worst = min(multiplying, key=lambda record: record.metrics["worst_ceiling"].value)
     yield make_finding(
         "lowest_ceiling",
-        "The lowest ceiling of those that multiply is {peak_share} of the peak, of {kernel} for "
-        "{architecture}; smaller tiles or fewer stages trade it against occupancy.",
+        "Among kernels with matrix instructions, {kernel} for {architecture} has the lowest "
+        "roofline ceiling: {peak_share} of the peak FLOP/s if nothing is found in the cache. "
+        "Smaller tiles or fewer stages trade this ceiling against occupancy.",
         peak_share=worst.metrics["worst_ceiling"].value,
         kernel=str(worst.case["kernel"]),
         architecture=str(worst.case["architecture"]),

@@ -100,7 +100,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         tables = [memory_table([*ordered, *predictions])]
         if allocations:
             tables.append(records_table(allocations))
-        description = "Memory over a step, stacked by what it is for"
+        description = "Memory over a step, stacked by category"
         drawing = ("memory-timeline", drawn, f"memory-timeline-{number}", description)
         findings = memory_findings(ordered, allocations)
         blocks.append(measured_block(group, tables, [drawing], findings))
@@ -157,9 +157,10 @@ def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
         ),
         make_finding(
             "peak_by_context",
-            "The peak grows from {first_bytes} at context {first_context} to {last_bytes} at "
-            "{last_context}; a profile that shows the same at every context saw the first step "
-            "only, in which moments come after activations have gone.",
+            "Peak memory grows from {first_bytes} at context {first_context} to {last_bytes} at "
+            "context {last_context}. A profile with the same peak at every context shows only the "
+            "first step, in which the optimizer allocates its moments after the activations are "
+            "freed.",
             first_context=_COURSE_CONTEXTS[0],
             first_bytes=first["peak of a training step"],
             last_context=_COURSE_CONTEXTS[-1],
@@ -167,8 +168,8 @@ def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
         ),
         make_finding(
             "largest_allocation",
-            "At context {context} one layer's scores are {scores_bytes}, a SwiGLU matrix is "
-            "{matrix_bytes}.",
+            "At context {context}, the attention scores of one layer take {scores_bytes} and a "
+            "SwiGLU weight matrix takes {matrix_bytes}.",
             context=_COURSE_CONTEXTS[-1],
             scores_bytes=last["scores of a layer"],
             matrix_bytes=4 * shape.d_model * shape.d_ff,

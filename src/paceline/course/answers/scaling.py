@@ -33,13 +33,13 @@ def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
 def _answer(runs: pathlib.Path | None) -> Block:
     if runs is None:
         sweep = synthetic_sweep(EPOCH, noise=_NOISE)
-        source = "Runs that are made up, from a known surface with noise"
+        source = "Synthetic runs from a known loss surface with noise"
     else:
-        sweep, source = read_sweep(runs), f"The runs of {runs.name}"
+        sweep, source = read_sweep(runs), f"Runs in {runs.name}"
     found = fit(sweep, num_draws=_NUM_DRAWS)
     decisions = decide(found, _BUDGETS, level=_LEVEL)
     return Block(
-        heading=f"{source}: {len(found.sweep)} of them, {len(found.sweep.budgets)} budgets",
+        heading=f"{source}: {len(found.sweep)} runs, {len(found.sweep.budgets)} budgets",
         tables=(methods_table(found, decisions, _LEVEL), waste_table(decisions[-1])),
         pictures=tuple(
             picture_of(SCALING_PLOTS[name](found), name, name.replace("-", " ").capitalize())
@@ -64,7 +64,7 @@ def _allocation(decision: Decision) -> Finding:
         "best_allocation",
         "{flops} FLOPs are best spent on {parameters} parameters ({parameters_low} to "
         "{parameters_high}) and {tokens} tokens, {tokens_per_parameter} per parameter, by the "
-        "{method} method; that is {extrapolation} times the largest budget that was tried.",
+        "{method} method; this budget is {extrapolation} times the largest budget of the runs.",
         flops=f"{decision.compute:.0e}",
         parameters=best.parameters.value,
         parameters_low=best.parameters.low,
@@ -81,11 +81,12 @@ def _methods(decision: Decision) -> Iterator[Finding]:
     if best is not None and advised is not None:
         yield make_finding(
             "lowest_run",
-            "Taking the lowest run of each budget, as the hand-out advises, gives {parameters} "
-            "parameters at {flops} FLOPs, beside {fitted_parameters} by the {method} method: "
-            "{verdict}.",
-            "It keeps one run of each budget, whose size is one of the few that were tried; a fit "
-            "uses the shape of every profile. Tokens are C/6N in every method.",
+            "Taking the run with the lowest loss at each budget, as the hand-out advises, gives "
+            "{parameters} parameters at {flops} FLOPs; the {method} method gives "
+            "{fitted_parameters}: {verdict}.",
+            "The hand-out's method uses one run per budget, and that run has one of the few sizes "
+            "that were trained; a fit uses the loss of every size. Every method computes tokens as "
+            "C/(6N).",
             parameters=advised.parameters.value,
             flops=f"{decision.compute:.0e}",
             fitted_parameters=best.parameters.value,
@@ -99,8 +100,8 @@ def _waste(decision: Decision) -> Finding:
     least = min(decision.waste, key=lambda waste: waste.wasted)
     return make_finding(
         "wasted_compute",
-        "A model of {parameters} parameters, {reason}, would waste {wasted_share} of the FLOPs; "
-        "{least_reason} wastes {least_wasted}: the optimum is flat.",
+        "A model of {parameters} parameters ({reason}) would waste {wasted_share} of the FLOPs; a "
+        "model at {least_reason} would waste {least_wasted}: the optimum is flat.",
         parameters=worst.parameters,
         reason=worst.reason,
         wasted_share=worst.wasted,

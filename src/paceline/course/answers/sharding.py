@@ -19,7 +19,7 @@ _MODEL = "xl"
 _RANKS = 2
 _STAGES: dict[StrategyName, tuple[str, str, str]] = {
     "torch_ddp": ("nothing", "all-reduce", "2 Ψ"),
-    "sharded_optimizer": ("optimizer state (ZeRO-1)", "all-reduce, then broadcast", "3 Ψ"),
+    "sharded_optimizer": ("optimizer state (ZeRO-1)", "all-reduce, then all-gather", "3 Ψ"),
     "sharded": ("gradients too (ZeRO-2)", "reduce-scatter, then all-gather", "2 Ψ"),
     "fully_sharded": ("parameters too (ZeRO-3)", "reduce-scatter, all-gather twice", "3 Ψ"),
 }
@@ -34,7 +34,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
         predictions = evidence.predictions_for("optimizer", group)
         joined = with_predictions(group, predictions)
         measured = [record for record in joined if record.metrics]
-        description = "Memory of a step by what it holds, measured and predicted"
+        description = "Memory of a step by category, measured and predicted"
         drawn, name = [*measured, *predictions], "optimizer-memory"
         tables = (records_table(joined), records_table(joined, "memory"))
         drawings = [(name, drawn, f"{name}-{number}", description)]
@@ -64,26 +64,26 @@ def calculate_states(_evidence: Evidence) -> tuple[Block, ...]:
     table = Table(
         headers=(
             *("strategy", "sharded", "parameters", "gradients", "optimizer state"),
-            *("together", "communication", "sent per rank"),
+            *("total", "communication", "sent per rank"),
         ),
         rows=tuple(rows),
-        caption="float32, without activations; Ψ is the size of the gradients, volumes for many "
-        "ranks",
+        caption="float32, without activations; Ψ is the size of the gradients, and volumes are for "
+        "many ranks",
     )
     saved = make_finding(
         "sharded_optimizer_state",
-        "Sharding the optimizer state takes {model} from {unsharded_bytes} to {sharded_bytes} per "
-        "rank.",
+        "Sharding the optimizer state reduces the model states of {model} from {unsharded_bytes} "
+        "to {sharded_bytes} per rank.",
         model=_MODEL,
         unsharded_bytes=totals[BASELINE],
         sharded_bytes=totals[_SHARDED],
     )
     zero = make_finding(
         "against_zero_stage_1",
-        "ZeRO stage 1 reduce-scatters gradients and all-gathers parameters, 2 Ψ as plain data "
-        "parallelism; an all-reduce followed by broadcasts moves 3 Ψ, because ranks receive "
-        "averaged gradients that they do not need. Whole parameters as shards are uneven, flat "
-        "shards are even.",
+        "ZeRO stage 1 reduce-scatters gradients and all-gathers parameters: 2 Ψ, the same as plain "
+        "data parallelism. An all-reduce followed by broadcasts moves 3 Ψ, because every rank also "
+        "receives averaged gradients that it does not need. Shards made of whole parameters are "
+        "uneven; shards of a flat buffer are even.",
     )
     heading = f"{_MODEL}, {count_parameters(shape).total:,} parameters, {_RANKS} ranks"
     return (Block(heading=heading, tables=(table,), findings=(saved, zero)),)

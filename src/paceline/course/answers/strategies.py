@@ -37,10 +37,11 @@ def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
     """Says how equality with one process is shown."""
     finding = make_finding(
         "equality_with_one_process",
-        "python course/benchmark_naive_ddp.py --model toy trains a toy for ten steps on different "
-        "data per rank, and then compares its weights with those of one process that has seen all "
-        "of it; tests/distributed/test_data_parallel.py does the same for every strategy, with "
-        "frozen and tied parameters, accumulation, and ranks that begin with different weights.",
+        "python course/benchmark_naive_ddp.py --model toy trains a toy model for ten steps with "
+        "different data on each rank, then compares its weights with the weights of one process "
+        "that has seen all the data. tests/distributed/test_data_parallel.py does the same for "
+        "every strategy, with frozen and tied parameters, gradient accumulation, and ranks that "
+        "begin with different weights.",
     )
     return (Block(heading="Equality with one process", findings=(finding,)),)
 
@@ -105,7 +106,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
             strategy_text(record): record
             for record in sorted(measured, key=exposed_seconds, reverse=True)
         }
-        description = "Computing and communication of every rank in one step, by strategy"
+        description = "Compute and communication of every rank in one step, by strategy"
         drawing = ("timelines", [*measured, *predictions], f"timelines-{number}", description)
         findings = trace_findings(waits_least)
         blocks.append(measured_block(group, [records_table(measured)], [drawing], findings))
@@ -115,10 +116,10 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
 def calculate_overhead(evidence: Evidence) -> tuple[Block, ...]:
     """Works out overhead and best bucket size, with measured numbers where there are any."""
     overhead = find_overhead(evidence)
-    description = "Four ways to average gradients, played through the recurrence"
+    description = "Four ways to average gradients, simulated with the overlap recurrence"
     return (
         Block(
-            heading=f"With numbers that are {overhead.source}",
+            heading=f"With {overhead.source}",
             working=overhead.working,
             pictures=(picture_of(plot_designs(), "data-parallel-designs", description),),
             findings=tuple(overhead_findings(overhead)),

@@ -41,10 +41,10 @@ def _growth(first: Record, last: Record) -> Iterator[Finding]:
     is_quadratic = saved_power > _QUADRATIC
     yield make_finding(
         "attention_memory_quadratic" if is_quadratic else "attention_memory_linear",
-        "From length {first_length:g} to {case}, memory saved for backward grows with power "
-        "{saved_power} of the length, to {saved_bytes}, and forward with power {forward_power}, to "
-        "{forward_time_s}.",
-        "Recompute the scores in backward, tile by tile." if is_quadratic else "",
+        "From length {first_length:g} to {case}, the memory saved for backward grows as "
+        "length^{saved_power}, to {saved_bytes}, and forward time grows as "
+        "length^{forward_power}, to {forward_time_s}.",
+        "Recompute the scores tile by tile in backward." if is_quadratic else "",
         first_length=case_number(first, "context"),
         case=_describe(last),
         saved_power=saved_power,
@@ -62,8 +62,8 @@ def _saved_bytes(record: Record) -> Finding:
     expected = attention_saved_bytes("naive", shape, head_dim, 4, causal=False)
     return make_finding(
         "attention_saved_bytes",
-        "At {case}, {saved_bytes} are saved for backward, by the formula {expected_saved_bytes}: "
-        "{verdict}.",
+        "At {case}, attention saves {saved_bytes} for backward; the formula gives "
+        "{expected_saved_bytes}: {verdict}.",
         case=_describe(record),
         saved_bytes=_saved(record),
         expected_saved_bytes=expected,
@@ -82,8 +82,8 @@ def _missing(records: Sequence[Record]) -> Iterator[Finding]:
             shortest = min(missing, key=_size)
             yield make_finding(
                 "cases_missing",
-                "{implementation} did not run in {num_missing} of {num_cases} cases, the shortest "
-                "at {case}: {outcome}, {reason}.",
+                "{implementation} did not run in {num_missing} of {num_cases} cases. The shortest "
+                "of these is {case}: {outcome}, {reason}.",
                 implementation=name,
                 num_missing=len(missing),
                 num_cases=len(tried),
@@ -102,9 +102,9 @@ def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
     ratios = [ratio.value for pair in pairs if (ratio := compare_passes(*pair))]
     yield make_finding(
         "compiled_to_plain_attention",
-        "At {case}, both passes take {ratio} as long compiled as plain, and {saved_bytes} are "
-        "saved for backward instead of {plain_saved_bytes}; over all cases the times are "
-        "{least_ratio} to {most_ratio}.",
+        "At {case}, compiled attention takes {ratio} as long as plain attention for forward and "
+        "backward, and saves {saved_bytes} for backward instead of {plain_saved_bytes}. Over all "
+        "cases, compiled attention takes {least_ratio} to {most_ratio} times as long.",
         case=_describe(plain),
         ratio=compare_passes(compiled, plain),
         saved_bytes=_saved(compiled),
@@ -146,13 +146,13 @@ def _fastest(by_time: Sequence[Record]) -> Finding:
         ratio = compare_passes(record, fastest)
         if record is not fastest and ratio is not None:
             others.append(
-                f"{_name(record)} takes {format_ratio(ratio)} as long, with a peak of "
+                f"{_name(record)} takes {format_ratio(ratio)} as long, with a peak memory of "
                 f"{format_binary_bytes(peak)}"
             )
     return make_finding(
         "fastest_attention",
-        "At {case}, {implementation} is the fastest, {time_s} for both passes with a peak of "
-        "{peak_bytes}; {others}.",
+        "At {case}, {implementation} is the fastest: {time_s} for forward and backward, with a "
+        "peak memory of {peak_bytes}; {others}.",
         case=_describe(fastest),
         implementation=_name(fastest),
         time_s=both_passes(fastest).value,
@@ -170,8 +170,10 @@ def _rate(record: Record) -> Iterator[Finding]:
     is_possible = peak is None or rate.value <= peak
     yield make_finding(
         "attention_rate" if is_possible else "attention_rate_exceeds_peak",
-        "{implementation} reaches {flops_per_s} there; the device's peak is {peak_flops_per_s}.",
-        "" if is_possible else "Check that the timer synchronises, and the dtype.",
+        "At {case}, {implementation} reaches {flops_per_s}; the device's peak is "
+        "{peak_flops_per_s}.",
+        "" if is_possible else "Check that the timer synchronises, and check the dtype.",
+        case=_describe(record),
         implementation=_name(record),
         flops_per_s=rate.value,
         peak_flops_per_s=peak,
@@ -189,7 +191,7 @@ def _precision(records: Sequence[Record]) -> Iterator[Finding]:
     is_alike = ratio is not None and ratio.standing == "alike"
     yield make_finding(
         "bfloat16_to_float32",
-        "At {case}, {implementation} takes {ratio} as long as in float32.",
+        "At {case}, {implementation} takes {ratio} as long as in float32 at the same size.",
         "Check that the dtype reaches the kernel." if is_alike else "",
         case=_describe(half),
         implementation=_name(half),

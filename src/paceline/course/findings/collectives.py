@@ -49,9 +49,9 @@ def _by_size(small: Record, large: Record) -> Finding:
     verdict = standing(_bus(large), _bus(small))
     return make_finding(
         "bandwidth_by_size",
-        "On {world_size} ranks {small} take {small_s} and {large} take {large_s}: the bus "
-        "bandwidth of the larger is {large_bytes_per_s}, of the smaller {small_bytes_per_s}: "
-        "{verdict}.",
+        "On {world_size} ranks, an all-reduce of {small} takes {small_s} and one of {large} takes "
+        "{large_s}. The larger message reaches a bus bandwidth of {large_bytes_per_s}, the smaller "
+        "one {small_bytes_per_s}: {verdict}.",
         "Send few large messages." if verdict == "more" else "",
         world_size=case_number(small, "world_size"),
         small=_size_text(small),
@@ -77,8 +77,8 @@ def _latency(fit: Record, small: Record) -> Finding:
     latency_s = fit.metrics["latency_s"].value
     return make_finding(
         "call_latency",
-        "By the fit, which is off by {error_share} at most, a call takes {latency_s} besides its "
-        "bytes: {latency_share} of the time of {small}.",
+        "The fit of latency and bandwidth, which is off by {error_share} at most, gives a latency "
+        "of {latency_s} per call: {latency_share} of the time of an all-reduce of {small}.",
         error_share=fit.metrics["max_relative_error"].value,
         latency_s=latency_s,
         latency_share=min(1.0, latency_s / _seconds(small)),
@@ -97,9 +97,9 @@ def _by_ranks(curves: dict[float, list[Record]]) -> Iterator[Finding]:
     is_crowded = is_loopback(last.case) and ranks > processors
     yield make_finding(
         "bandwidth_by_ranks",
-        "From {few_ranks} to {many_ranks} ranks the bus bandwidth of {size} goes from "
-        "{few_bytes_per_s} to {many_bytes_per_s}: {verdict}, where that of a ring over links of "
-        "its own stays.",
+        "From {few_ranks} to {many_ranks} ranks, the bus bandwidth of {size} goes from "
+        "{few_bytes_per_s} to {many_bytes_per_s}: {verdict}. The bus bandwidth of a ring over "
+        "dedicated links would stay the same.",
         f"Here {ranks:g} ranks share {processors} processors." if is_crowded else "",
         few_ranks=case_number(first, "world_size"),
         many_ranks=ranks,

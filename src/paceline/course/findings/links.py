@@ -9,9 +9,9 @@ from paceline.records.links import describe_unknown_link, find_link, is_loopback
 from paceline.reports.evidence.fields import case_number
 
 _MEANING = {
-    "less": "Not only the link bounds it: the latency of calls or copying takes the rest.",
-    "alike": "The link bounds it: only fewer bytes or a faster link would shorten it.",
-    "more": "Something other than this link carried it, or its rate is not the one assumed.",
+    "less": "The link is not the only limit: the latency of calls or copying takes the rest.",
+    "alike": "The link is the bottleneck: only fewer bytes or a faster link would help.",
+    "more": "The data did not go over this link, or the link's rate is not the one assumed.",
 }
 
 
@@ -23,8 +23,8 @@ def link_finding(record: Record, num_bytes: float, seconds: float) -> Finding:
     if link is not None:
         return make_finding(
             "link_share",
-            "{size} are all-reduced with a bus bandwidth of {bus_bytes_per_s}, {link_share} of the "
-            "{link_bytes_per_s} of the link ({link}): {verdict}.",
+            "All-reducing {size} reaches a bus bandwidth of {bus_bytes_per_s}, {link_share} of the "
+            "link's {link_bytes_per_s} ({link}): {verdict}.",
             _MEANING[standing(bus, link.bytes_per_s)],
             size=size,
             bus_bytes_per_s=bus,
@@ -36,17 +36,17 @@ def link_finding(record: Record, num_bytes: float, seconds: float) -> Finding:
     if is_loopback(record.case):
         return make_finding(
             "loopback",
-            "Ranks share the processors of one host: the bus bandwidth of {bus_bytes_per_s}, for "
-            "{size}, is that of copying and adding, not of a network.",
-            "For claims about communication, use links (paceline lab run) or GPUs.",
+            "All ranks share the processors of one host: the bus bandwidth of {bus_bytes_per_s} "
+            "for {size} measures copying and adding, not a network.",
+            "To measure communication, use shaped links (paceline lab run) or GPUs.",
             size=size,
             bus_bytes_per_s=bus,
         )
     return make_finding(
         "unknown_link",
-        "{unknown}, so there is nothing to hold the bus bandwidth of {bus_bytes_per_s}, for "
-        "{size}, against.",
-        "Shape the links to a rate (paceline lab run --rate).",
+        "{unknown}, so the bus bandwidth of {bus_bytes_per_s} for {size} cannot be compared with "
+        "it.",
+        "Shape the links to a known rate (paceline lab run --rate).",
         unknown=describe_unknown_link(record.case),
         size=size,
         bus_bytes_per_s=bus,

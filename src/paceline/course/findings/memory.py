@@ -7,6 +7,11 @@ from paceline.course.findings.template import against, make_finding
 from paceline.records import Record
 
 _PARTS = ("parameters", "optimizer_state", "gradients", "activations", "temporary", "other")
+_PHASES = {
+    "forward": "a forward pass",
+    "forward-backward": "forward and backward",
+    "train": "a training step",
+}
 
 
 def memory_findings(records: Sequence[Record], allocations: Sequence[Record]) -> Iterator[Finding]:
@@ -32,7 +37,7 @@ def _largest_part(record: Record) -> Finding:
     most = max(parts, key=lambda name: parts[name])
     return make_finding(
         f"{record.case['phase']}_peak",
-        "The peak of {step} is {peak_bytes}; largest part: {part}, {part_bytes} ({share}).",
+        "Peak memory of {step} is {peak_bytes}; largest part: {part}, {part_bytes} ({share}).",
         step=_describe(record),
         peak_bytes=_peak(record),
         part=most.replace("_", " "),
@@ -47,7 +52,7 @@ def _change(name: str, first: Record, last: Record) -> Finding:
     most = max(before, key=lambda part: abs(after[part] - before[part]))
     return make_finding(
         name,
-        "The peak of {last} is {last_peak_bytes}, of {first} {first_peak_bytes}: {verdict}; "
+        "Peak memory of {last} is {last_peak_bytes}, of {first} {first_peak_bytes}: {verdict}; "
         "largest change: {part}, from {first_part_bytes} to {last_part_bytes}.",
         first=_describe(first),
         last=_describe(last),
@@ -66,8 +71,8 @@ def _largest_allocation(allocations: Sequence[Record]) -> Finding:
     alike = [each for each in allocations if each.metrics["size_bytes"].value == size]
     return make_finding(
         "largest_allocation",
-        "The largest allocation of {subject} is {size_bytes} ({num_allocations} of that size): "
-        "{category} of {operator} at {place}.",
+        "The largest allocation of {subject} is {size_bytes} ({num_allocations} of that size), "
+        "made by {operator} at {place} (category: {category}).",
         **case,
         size_bytes=size,
         num_allocations=sum(each.metrics["num_allocations"].value for each in alike),
@@ -76,7 +81,8 @@ def _largest_allocation(allocations: Sequence[Record]) -> Finding:
 
 def _describe(record: Record) -> str:
     case = record.case
-    return f"{case['phase']} at context {case['context']} in {case['precision']}"
+    phase = _PHASES.get(str(case["phase"]), case["phase"])
+    return f"{phase} at context {case['context']} in {case['precision']}"
 
 
 def _parts(record: Record) -> dict[str, float]:

@@ -55,8 +55,8 @@ def _longest_operator(run: ProfileRun, phase: str) -> Finding:
     others = [each for each in kinds if each.case["work"] != OpClass.MATMUL][:_NUM_OTHERS]
     return make_finding(
         f"longest_operator_in_{phase.replace(' ', '_')}",
-        "{phase}, {total_s}: {operator} takes longest, {own_time_s} ({share}) in {num_calls} "
-        "calls; matmuls take {matmul_share}{others}.",
+        "{phase} takes {total_s}. The operator that takes longest is {operator}: {own_time_s} "
+        "({share}) in {num_calls} calls. Time by kind of work: matmuls {matmul_share}{others}.",
         phase=phase.capitalize(),
         total_s=total,
         operator=str(longest.case["operator"]),
@@ -81,10 +81,10 @@ def _softmax_to_matmuls(run: ProfileRun) -> Iterator[Finding]:
     is_slow = standing(per_operation, 1) == "more"
     yield make_finding(
         "softmax_to_matmuls",
-        "Inside attention softmax takes {softmax_s}, {time_ratio} times as long as the two matmuls "
-        "({matmul_s}), for {softmax_operations} operations per score instead of "
-        "{matmul_operations}: {operation_ratio} times as long for each operation.",
-        "Fuse it into the matmuls: it reads and writes every score." if is_slow else "",
+        "Inside attention, softmax takes {softmax_s}, {time_ratio} times as long as the two "
+        "matmuls ({matmul_s}). Softmax does {softmax_operations} operations per score, the matmuls "
+        "{matmul_operations}: per operation, softmax takes {operation_ratio} times as long.",
+        "Fuse softmax with the matmuls: alone, it reads and writes every score." if is_slow else "",
         softmax_s=softmax,
         matmul_s=sum(parts),
         time_ratio=ratio,
@@ -104,7 +104,7 @@ def _matmul_flops(run: ProfileRun) -> Iterator[Finding]:
     formula = sum(expected.values())
     yield make_finding(
         "matmul_flops",
-        "The trace counts {traced_flops} FLOPs of matmuls, the formula {expected_flops}: "
+        "The trace counts {traced_flops} FLOPs of matmuls; the formula gives {expected_flops}: "
         "{verdict}.",
         traced_flops=traced,
         expected_flops=formula,
@@ -123,8 +123,8 @@ def _matmul_count(run: ProfileRun) -> Iterator[Finding]:
     if calls and num_layers:
         yield make_finding(
             "weight_matmul_count",
-            "Forward multiplies by a weight {num_matmuls} times; {matmuls_per_layer} matmuls in "
-            "each of {num_layers} layers and the one of the logits make {expected_num_matmuls}.",
+            "Forward runs {num_matmuls} matmuls with weights; {matmuls_per_layer} matmuls in each "
+            "of {num_layers} layers and one for the logits make {expected_num_matmuls}.",
             num_matmuls=calls,
             matmuls_per_layer=_MATMULS_PER_LAYER,
             num_layers=num_layers,
@@ -142,8 +142,8 @@ def _trace_to_stopwatch(run: ProfileRun, stopwatch: Sequence[Record]) -> Iterato
     is_alike = standing(traced, outside) == "alike"
     yield make_finding(
         "trace_to_stopwatch",
-        "The traced step takes {traced_step_time_s}, the one on the stopwatch {step_time_s}: "
-        "{verdict}.",
+        "The traced step takes {traced_step_time_s}; without tracing, the stopwatch measures "
+        "{step_time_s}: {verdict}.",
         "" if is_alike else "Take shares from the trace and times from the stopwatch.",
         traced_step_time_s=traced,
         step_time_s=outside,

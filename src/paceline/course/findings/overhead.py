@@ -60,9 +60,9 @@ def find_overhead(evidence: Evidence) -> Overhead:
             for each in evidence.find("ddp", strategy="none")
             if each.metrics and _backward_seconds(each) > 0 and _is_same_step(each, record)
         ]
-        source = f"measured: {record.case['model']} on {describe_topology(record)}"
+        source = f"measured values: {record.case['model']} on {describe_topology(record)}"
         return Overhead(source=source, figures=figures, without=same[-1] if same else None)
-    source = "an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call"
+    source = "values of an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call"
     return Overhead(source=source, figures=_EXAMPLE)
 
 
@@ -77,27 +77,28 @@ def overhead_findings(overhead: Overhead) -> Iterator[Finding]:
     balanced, *measured = (working.values for working in overhead.working)
     yield make_finding(
         "overhead_equation",
-        "Bucket k is ready at k t and takes t + o, the last ends at (n + 1) t + n o, and backward "
-        "at n t: the difference, s/(n w) + n o, is the overhead.",
-        "The total time, or the number of buckets by itself, is another figure.",
+        "With t = s/(n w), bucket k is ready at k t and its all-reduce takes t + o. The last "
+        "all-reduce ends at (n + 1) t + n o and backward ends at n t: the difference, "
+        "s/(n w) + n o, is the overhead.",
+        "Do not confuse the overhead with the total time, or with the number of buckets alone.",
     )
     yield make_finding(
         "best_bucket_balanced",
-        "If computing a bucket takes as long as sending its bytes, as the equation assumes, "
-        "{num_buckets} buckets of {bucket_bytes} are best, with {overhead_s} of overhead.",
-        "Half the latency of a call makes them 1.4 times smaller, twice the bandwidth 1.4 times "
-        "larger."
+        "If computing the gradients of a bucket takes as long as sending them, as the equation "
+        "assumes, {num_buckets} buckets of {bucket_bytes} are best, with {overhead_s} of overhead.",
+        "Half the latency per call makes the best buckets 1.4 times smaller; twice the bandwidth "
+        "makes them 1.4 times larger."
         if balanced["num_buckets"] >= 1
-        else "A call takes longer than all bytes: send one bucket.",
+        else "The latency of one call exceeds the time to send all bytes: send one bucket.",
         **balanced,
     )
     if overhead.without is not None:
         (best,), figures, case = measured, overhead.figures, overhead.without.case
         yield make_finding(
             "best_bucket_measured",
-            "If gradients become ready evenly over the backward that was measured without "
-            "communication, {backward_s} at batch {batch} and context {context}, where the bytes "
-            "need {sending_s}, {num_buckets} buckets of {bucket_bytes} are best, and leave "
+            "At batch {batch} and context {context}, backward without communication takes "
+            "{backward_s}, and sending the bytes takes {sending_s}. If gradients become ready "
+            "evenly over backward, {num_buckets} buckets of {bucket_bytes} are best and leave "
             "{overhead_s} exposed.",
             backward_s=_backward_seconds(overhead.without),
             batch=str(case["batch"]),

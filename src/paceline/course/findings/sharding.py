@@ -22,9 +22,9 @@ def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
     largest = max(parts, key=lambda name: parts[name])
     yield make_finding(
         "unsharded_memory",
-        "Unsharded, a rank peaks at {after_init_bytes} after initialisation, {before_step_bytes} "
-        "before the optimizer step and {after_step_bytes} after it; {largest} is the largest part, "
-        "{largest_bytes}.",
+        "Without sharding, the peak memory of a rank is {after_init_bytes} after initialisation, "
+        "{before_step_bytes} before the optimizer step and {after_step_bytes} after the step. The "
+        "largest part before the step is the {largest}: {largest_bytes}.",
         after_init_bytes=_peak(baseline, "after_init"),
         before_step_bytes=_peak(baseline),
         after_step_bytes=_peak(baseline, "after_step"),
@@ -35,8 +35,9 @@ def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
         if record is not baseline:
             yield make_finding(
                 "sharded_memory",
-                "{strategy} peaks at {before_step_bytes}, {peak_share} of the unsharded; its "
-                "optimizer state is {state_bytes}, unsharded {unsharded_state_bytes}.",
+                "With {strategy}, the peak before the optimizer step is {before_step_bytes}, "
+                "{peak_share} of the peak without sharding; the optimizer state takes "
+                "{state_bytes} instead of {unsharded_state_bytes}.",
                 strategy=strategy_text(record),
                 before_step_bytes=_peak(record),
                 peak_share=_peak(record) / _peak(baseline),
@@ -48,8 +49,8 @@ def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
         worst = max(predicted, key=lambda record: abs(_peak(record) / _predicted(record) - 1))
         yield make_finding(
             "peak_prediction",
-            "The peak furthest from its prediction is {strategy}'s: {peak_bytes}, where "
-            "{predicted_bytes} was predicted: {verdict}.",
+            "The prediction of peak memory is furthest off for {strategy}: {peak_bytes} measured, "
+            "{predicted_bytes} predicted: {verdict}.",
             strategy=strategy_text(worst),
             peak_bytes=_peak(worst),
             predicted_bytes=_predicted(worst),
@@ -66,8 +67,8 @@ def time_findings(records: Sequence[Record]) -> Iterator[Finding]:
             after = record.metrics
             yield make_finding(
                 "step_against_unsharded",
-                "A step of {strategy} takes {step_s}, {step_ratio} as long as the unsharded "
-                "{unsharded_step_s}; its optimizer takes {optimizer_ratio} as long.",
+                "A step with {strategy} takes {step_s}, {step_ratio} as long as without sharding "
+                "({unsharded_step_s}); the optimizer takes {optimizer_ratio} as long.",
                 strategy=strategy_text(record),
                 step_s=step_seconds(record),
                 step_ratio=compare(after["step_time_s"], before["step_time_s"]),
@@ -76,10 +77,10 @@ def time_findings(records: Sequence[Record]) -> Iterator[Finding]:
             )
     yield make_finding(
         "sharding_tradeoff",
-        "Sharding divides the optimizer's work among {world_size} ranks and adds an all-gather of "
-        "the new parameters: which of the two wins depends on the link.",
-        "The strategies ran one after the other here; paceline bench ddp measures them in turn, "
-        "for fine differences.",
+        "Sharding splits the optimizer's work over {world_size} ranks but adds an all-gather of "
+        "the new parameters: whether a step becomes faster depends on the link.",
+        "The strategies ran one after the other here. For small differences, use paceline bench "
+        "ddp, which interleaves their steps.",
         world_size=case_number(baseline, "world_size"),
     )
 

@@ -16,6 +16,7 @@ from paceline.reports.evidence.models import model_key, model_name, num_paramete
 PHASES = ("forward", "backward", "optimizer", "step")
 # AdamW reads weight, gradient and both moments, and writes all but the gradient.
 _OPTIMIZER_BYTES = 7 * 4
+_SLOWER = "the first is slower than all later ones"
 
 
 def seconds(record: Record, name: str) -> float:
@@ -41,8 +42,9 @@ def _longest_phase(record: Record) -> Finding:
     longest = max(PHASES[:-1], key=lambda phase: seconds(record, phase))
     return make_finding(
         f"{longest}_takes_longest",
-        "Of {model}'s step of {step_time_s}, forward takes {forward_time_s}, backward "
-        "{backward_time_s} and the optimizer {optimizer_time_s}: {longest} is {share} of it.",
+        "A training step of {model} takes {step_time_s}: forward {forward_time_s}, backward "
+        "{backward_time_s}, optimizer {optimizer_time_s}. The longest phase is {longest}, {share} "
+        "of the step.",
         model=model_name(record),
         longest=longest,
         share=seconds(record, longest) / seconds(record, "step"),
@@ -62,7 +64,8 @@ def _backward_to_forward(record: Record) -> Iterator[Finding]:
     expected = (flops.backward + flops.recomputation) / flops.forward
     yield make_finding(
         "backward_to_forward",
-        "Backward takes {ratio} times as long as forward, by FLOPs {expected_ratio}: {verdict}.",
+        "Backward takes {ratio} times as long as forward; the ratio of their FLOPs is "
+        "{expected_ratio}: {verdict}.",
         ratio=ratio,
         expected_ratio=expected,
         verdict=against(ratio, expected),
@@ -78,7 +81,7 @@ def _largest_spread(records: Sequence[Record]) -> Finding:
         if (metric := record.metrics[f"{phase}_time_s"])
     )
     if not spread:
-        return make_finding("spread_unknown", "One sample has no standard deviation.")
+        return make_finding("spread_unknown", "With one sample there is no standard deviation.")
     return make_finding(
         "largest_spread",
         "The largest standard deviation is {spread_share} of the median: {phase} of {model}.",
@@ -94,9 +97,9 @@ def _rate_by_size(first: Record, last: Record) -> Finding:
     grows = standing(after, before) == "more"
     return make_finding(
         "rate_by_size",
-        "From {first} to {last} parameters grow {parameter_ratio} times and the step "
-        "{step_time_ratio} times; the rate goes from {first_flops_per_s} to {last_flops_per_s}: "
-        "{verdict}.",
+        "From {first} to {last}, the number of parameters grows {parameter_ratio} times and step "
+        "time {step_time_ratio} times; throughput goes from {first_flops_per_s} to "
+        "{last_flops_per_s}: {verdict}.",
         "The smaller model leaves more of the device unused: try a larger batch." if grows else "",
         first=model_name(first),
         last=model_name(last),
@@ -114,9 +117,9 @@ def _optimizer_bandwidth(record: Record) -> Finding:
     is_possible = limit is None or rate <= limit
     return make_finding(
         "optimizer_bandwidth" if is_possible else "optimizer_exceeds_memory_bandwidth",
-        "AdamW moves 28 bytes per parameter: {model}'s optimizer reaches {optimizer_bytes_per_s}, "
-        "the memory's bandwidth is {memory_bytes_per_s}.",
-        "" if is_possible else "Synchronise the timer, or take states that no cache holds.",
+        "AdamW moves 28 bytes per parameter, so the optimizer of {model} reaches "
+        "{optimizer_bytes_per_s}; the device's memory bandwidth is {memory_bytes_per_s}.",
+        "" if is_possible else "Synchronise the timer, or use a model too large for the caches.",
         model=model_name(record),
         optimizer_bytes_per_s=rate,
         memory_bytes_per_s=limit,
@@ -131,7 +134,8 @@ def warmup_findings(records: Sequence[Record]) -> Iterator[Finding]:
         step = record.metrics["step_time_s"]
         yield make_finding(
             "step_time_after_warmup",
-            "Warm-up {num_warmup}: the mean step takes {mean_s} ± {std_s}, the median {median_s}.",
+            "Warm-up steps: {num_warmup}. The mean step time is {mean_s} ± {std_s}, the median "
+            "{median_s}.",
             num_warmup=case_number(record, "warmup"),
             mean_s=step.mean,
             std_s=step.std,
@@ -146,14 +150,18 @@ def _first_step(record: Record) -> Iterator[Finding]:
         return
     later = Metric.from_samples(others)
     is_apart = stands_out(first, later)
-    verdict = "unknown" if is_apart is None else "alike"
-    if is_apart:
-        verdict = "more" if first > later.value else "less"
+    verdict = "the first is within the range of the later ones"
+    if is_apart is None:
+        verdict = "too few steps to judge"
+    elif is_apart:
+        verdict = _SLOWER if first > later.value else "the first is faster than all later ones"
     yield make_finding(
         "first_step",
-        "After {num_warmup} warm-up steps the first step takes {first_step_time_s}, the "
-        "{num_later} later ones {later_low_s} to {later_high_s}: {verdict}.",
-        "Leave it out: it also allocates and fills caches." if verdict == "more" else "",
+        "After {num_warmup} warm-up steps, the first step takes {first_step_time_s} and the "
+        "{num_later} later steps take {later_low_s} to {later_high_s}: {verdict}.",
+        "Leave the first step out: it also allocates memory and fills caches."
+        if verdict == _SLOWER
+        else "",
         num_warmup=case_number(record, "warmup"),
         first_step_time_s=first,
         num_later=len(others),
@@ -171,9 +179,10 @@ def precision_findings(records: Sequence[Record]) -> Iterator[Finding]:
         full = peak_flops(record, "float32")
         yield make_finding(
             f"{precision}_to_float32",
-            "Forward and backward of {model} take {ratio} as long in {precision} as in float32, "
-            "where the ratio of the device's peaks is {peak_ratio}; the optimizer, which stays in "
-            "float32, is {optimizer_share} of the step instead of {float32_optimizer_share}.",
+            "Forward and backward of {model} take {ratio} as long in {precision} as in float32; "
+            "the ratio of the device's {precision} and float32 peaks is {peak_ratio}. The "
+            "optimizer stays in float32 and takes {optimizer_share} of the step instead of "
+            "{float32_optimizer_share}.",
             model=model_name(record),
             precision=precision,
             ratio=compare_passes(record, base),
@@ -189,7 +198,8 @@ def compile_findings(records: Sequence[Record]) -> Iterator[Finding]:
         yield make_finding(
             "compiled_to_plain_step",
             "Compiled ({mode}), a step of {model} takes {step_time_s} instead of "
-            "{plain_step_time_s}, {ratio} as long; forward takes {forward_ratio} times as long.",
+            "{plain_step_time_s}, {ratio} as long; forward alone takes {forward_ratio} times as "
+            "long.",
             mode=str(record.case["compile"]),
             model=model_name(record),
             step_time_s=seconds(record, "step"),

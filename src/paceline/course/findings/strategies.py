@@ -22,6 +22,8 @@ _RIVALS = {
     "overlapped": "one all-reduce per parameter during backward",
     "torch_ddp": "torch's DistributedDataParallel",
 }
+_CLOSE = {"alike": "no clear difference from", "unknown": "too few samples to compare with"}
+"""What is said of bucket sizes that may be as good as the best."""
 
 
 def naive_findings(group: Sequence[Record]) -> Iterator[Finding]:
@@ -30,8 +32,8 @@ def naive_findings(group: Sequence[Record]) -> Iterator[Finding]:
     step_s, exposed_s = step_seconds(naive), exposed_seconds(naive)
     yield make_finding(
         "exposed_communication",
-        "Of a step of {step_s}, {exposed_s} ({exposed_share}) are exposed communication: "
-        "{num_messages} all-reduces, one per parameter, when backward is over.",
+        "Of a step of {step_s}, {exposed_s} ({exposed_share}) is exposed communication: "
+        "{num_messages} all-reduces, one per parameter, after backward.",
         step_s=step_s,
         exposed_s=exposed_s,
         exposed_share=exposed_s / step_s,
@@ -48,8 +50,8 @@ def flat_findings(group: Sequence[Record]) -> Iterator[Finding]:
     naive, flat = of_strategies(group, "naive", "flat")
     yield make_finding(
         "flat_step",
-        "One all-reduce instead of {num_messages} takes the step from {naive_step_s} to "
-        "{flat_step_s}, {ratio}.",
+        "With one all-reduce instead of {num_messages}, step time goes from {naive_step_s} to "
+        "{flat_step_s}: {ratio}.",
         num_messages=naive.metrics["num_messages"].value,
         naive_step_s=step_seconds(naive),
         flat_step_s=step_seconds(flat),
@@ -57,9 +59,9 @@ def flat_findings(group: Sequence[Record]) -> Iterator[Finding]:
     )
     yield make_finding(
         "flat_exposed_communication",
-        "Exposed communication goes from {naive_exposed_s} to {flat_exposed_s}, {ratio}: the "
-        "latency of calls against the copy of all gradients.",
-        "All of it is after backward: only overlap can hide it.",
+        "Exposed communication goes from {naive_exposed_s} to {flat_exposed_s}: {ratio}. One "
+        "all-reduce saves the latency of many calls but copies all gradients.",
+        "All communication is still after backward: only overlap can hide it.",
         naive_exposed_s=exposed_seconds(naive),
         flat_exposed_s=exposed_seconds(flat),
         ratio=strategy_ratio(flat, naive, EXPOSED),
@@ -80,9 +82,9 @@ def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -
     if is_loopback(best.case):
         yield make_finding(
             "loopback",
-            "On one host, {world_size} ranks send with the processors that compute, so there is "
-            "little to hide communication behind.",
-            "For claims about overlap, use links (paceline lab run) or GPUs.",
+            "On one host, {world_size} ranks communicate on the same processors that compute, so "
+            "overlap can hide little.",
+            "To measure overlap, use shaped links (paceline lab run) or GPUs.",
             world_size=case_number(best, "world_size"),
         )
 
@@ -91,15 +93,15 @@ def _best_bucket(best: Record, buckets: Sequence[Record]) -> Finding:
     close: dict[str, list[str]] = {}
     for record in buckets:
         ratio = None if record is best else strategy_ratio(record, best)
-        if ratio is not None and ratio.standing in ("alike", "unknown"):
-            close.setdefault(ratio.standing, []).append(strategy_text(record))
+        if ratio is not None and ratio.standing in _CLOSE:
+            close.setdefault(_CLOSE[ratio.standing], []).append(strategy_text(record))
     return make_finding(
         "best_bucket",
-        "{strategy} has the shortest step of {num_sizes} measured, {step_s}{close}.",
+        "Bucket sizes measured: {num_sizes}. {strategy} has the shortest step, {step_s}{close}.",
         strategy=strategy_text(best),
         num_sizes=len(buckets),
         step_s=step_seconds(best),
-        close="".join(f"; {verdict}: {', '.join(names)}" for verdict, names in close.items()),
+        close="".join(f"; {verdict} {', '.join(names)}" for verdict, names in close.items()),
     )
 
 
@@ -107,8 +109,8 @@ def _exposed(best: Record) -> Finding:
     communication = best.metrics.get("communication_s")
     return make_finding(
         "exposed_communication",
-        "{exposed_s} of the communication of {strategy} are exposed; without overlap it takes "
-        "{communication_s}.",
+        "With {strategy}, {exposed_s} of communication is exposed; without overlap, the same "
+        "communication takes {communication_s}.",
         strategy=strategy_text(best),
         exposed_s=exposed_seconds(best),
         communication_s=None if communication is None else communication.value,
@@ -120,8 +122,9 @@ def _against_none(record: Record, none: Record) -> Finding:
     exposed_s = exposed_seconds(record)
     return make_finding(
         "step_against_none",
-        "{strategy} takes {ratio} as long as a step without communication ({none_step_s}); besides "
-        "the {exposed_s} exposed, the two differ by {slowdown_s}.",
+        "A step with {strategy} takes {ratio} as long as a step without communication "
+        "({none_step_s}); besides {exposed_s} of exposed communication, the two differ by "
+        "{slowdown_s}.",
         strategy=strategy_text(record),
         ratio=strategy_ratio(record, none),
         none_step_s=step_seconds(none),
@@ -134,8 +137,8 @@ def _against(best: Record, rival: Record) -> Finding:
     strategy = str(rival.case["strategy"])
     return make_finding(
         f"step_against_{strategy}",
-        "{strategy} takes {ratio} as long as {rival} ({what}: {rival_step_s}, "
-        "{rival_exposed_s} exposed).",
+        "A step with {strategy} takes {ratio} as long as a step with {rival} ({what}: "
+        "{rival_step_s}, of which {rival_exposed_s} exposed).",
         strategy=strategy_text(best),
         ratio=strategy_ratio(best, rival),
         rival=strategy_text(rival),
@@ -151,8 +154,8 @@ def _prediction(buckets: Sequence[Record], predictions: Sequence[Record]) -> Fin
     if not known:
         return make_finding(
             "no_prediction",
-            "What the overlap model expects of {num_sizes} bucket sizes is unknown.",
-            "Measure --bucket-size-mb auto beside them: it finds out what the model needs.",
+            "For {num_sizes} bucket sizes there is no prediction of the overlap model.",
+            "Add --bucket-size-mb auto to the run: it measures what the overlap model needs.",
             num_sizes=len(buckets),
         )
 
@@ -163,8 +166,9 @@ def _prediction(buckets: Sequence[Record], predictions: Sequence[Record]) -> Fin
     return make_finding(
         "prediction_error",
         "The overlap model predicts the exposed communication of {num_alike} of {num_sizes} "
-        "bucket sizes within {tolerance_share}; it is furthest off at {strategy}: {predicted_s} "
-        "predicted, {measured_s} measured, {error_share} of the step apart.",
+        "bucket sizes within {tolerance_share}. The model is furthest off at {strategy}: "
+        "{predicted_s} predicted, {measured_s} measured; the difference is {error_share} of the "
+        "step.",
         num_alike=sum(
             exposed_seconds(each) > 0
             and standing(predicted[join_key(each)], exposed_seconds(each)) == "alike"
@@ -191,8 +195,9 @@ def trace_findings(waiting_least: Mapping[str, Record]) -> list[Finding]:
         findings.append(
             make_finding(
                 "overlap_in_trace",
-                "{strategy}: {exposed_s} exposed on the rank that waits least; {overlapped_share} "
-                "of {communication_s} of communication overlap with computing.",
+                "{strategy}: on the rank that waits least, {exposed_s} of communication is "
+                "exposed; {overlapped_share} of {communication_s} of communication overlaps with "
+                "compute.",
                 strategy=name,
                 exposed_s=exposed_s,
                 communication_s=communication_s,

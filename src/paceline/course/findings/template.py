@@ -1,7 +1,8 @@
 """How a finding is made: one template, filled with its own figures, and one way to judge them.
 
 The figures of a message are those that the finding carries, written by the units in their names, so
-that the two cannot differ. Verdicts are of four words: less, more, alike, unknown.
+that the two cannot differ. A verdict is less, more, or that there is no difference to speak of:
+within 10% for two figures, no clear difference for two sets of samples; too few samples: unknown.
 """
 
 from typing import NamedTuple
@@ -50,10 +51,11 @@ class _Figure(NamedTuple):
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """Writes a ratio of samples with its verdict, such as ``0.73 times (0.72 to 0.75: less)``."""
+    """Writes a ratio and its verdict, such as ``0.73 times (interval 0.72 to 0.75: less)``."""
     if ratio.standing == "unknown":
         return f"{ratio.value:.3g} times (unknown: too few samples, {ratio.num_samples})"
-    return f"{ratio.value:.3g} times ({ratio.low:.3g} to {ratio.high:.3g}: {ratio.standing})"
+    verdict = "no clear difference" if ratio.standing == "alike" else ratio.standing
+    return f"{ratio.value:.3g} times (interval {ratio.low:.3g} to {ratio.high:.3g}: {verdict})"
 
 
 def format_figure(name: str, value: float) -> str:
@@ -81,5 +83,7 @@ def standing(value: float, reference: float) -> Standing:
 
 
 def against(value: float, reference: float) -> str:
-    """Writes the verdict with the difference, such as ``alike (+3%)``."""
-    return f"{standing(value, reference)} ({value / reference - 1:+.0%})"
+    """Writes the verdict with the difference, such as ``within 10% (+3%)``."""
+    verdict = standing(value, reference)
+    text = f"within {ALIKE:.0%}" if verdict == "alike" else verdict
+    return f"{text} ({value / reference - 1:+.0%})"

@@ -15,6 +15,7 @@ from tests.unit.record_factory import ENVIRONMENT
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 8e9}
 FAR = {**GPU, "num_hosts": 2}
 MB = 1_000_000
+NVLINK = ("NVLink 4", "450 GB/s", "The link is the bottleneck")
 
 
 def _comm(size: int = MB, bus: float = 1e9, **case: Any) -> Record:
@@ -68,9 +69,9 @@ ONE_CURVE, CROWDED = {SIZES: {"world_size": 2}, RANKS: None}, "4 ranks share 2 p
         (_sizes(0.5e9), {SIZES: {"small_s": 0.002, "large_s": 0.1, "says": "few large"}}),
         (_sizes(0.5e9), {SIZES: {"small_bytes_per_s": 0.5e9, "says": "more (+100%)"}}),
         (_sizes(2e9), {SIZES: {"large_bytes_per_s": 1e9, "says": "less (-50%)", "remedy": ""}}),
-        (_sizes(0.92e9), {SIZES: {"says": "alike (+9%)"}}),
+        (_sizes(0.92e9), {SIZES: {"says": "within 10% (+9%)"}}),
         # Ranks are compared at a size that both have.
-        (_ranks(0.95e9), {RANKS: {"many_bytes_per_s": 0.95e9, "says": ("10 MB", "alike (-5%)")}}),
+        (_ranks(0.95e9), {RANKS: {"many_bytes_per_s": 0.95e9, "says": ("10 MB", "10% (-5%)")}}),
         (_ranks(0.5e9), {RANKS: {"few_bytes_per_s": 1e9, "says": ("less", CROWDED)}}),
         (_ranks(0.5e9, 8), {RANKS: {"says": "less", "remedy": ""}}),
         (_ranks(2e9, num_hosts=4), {RANKS: {"few_ranks": 2, "many_ranks": 4, "says": "more"}}),
@@ -82,8 +83,8 @@ ONE_CURVE, CROWDED = {SIZES: {"world_size": 2}, RANKS: None}, "4 ranks share 2 p
         (_two(num_hosts=2), {UNKNOWN: {"bus_bytes_per_s": 1e9}, LOOPBACK: None}),
         (_two(**FAR), {UNKNOWN: {}, LINK: None}),
         (_two(**{**GPU, "hardware": "some GPU"}), {UNKNOWN: {}, LOOPBACK: None}),
-        (_two(4.4e11, **GPU), {LINK: {LINK: 0.978, "says": ("NVLink 4", "450 GB/s", "bounds it")}}),
-        (_two(5.1e11, **GPU), {LINK: {LINK: 1.133, "says": "other than this link"}}),
+        (_two(4.4e11, **GPU), {LINK: {LINK: 0.978, "says": NVLINK}}),
+        (_two(5.1e11, **GPU), {LINK: {LINK: 1.133, "says": "did not go over this link"}}),
         (_two(0.5e9, **LAB), {LINK: {LINK: 0.5, "says": "shaped to 8 Gbit/s"}, LOOPBACK: None}),
         (_two(0.5e9, world_size=4, **LAB), {LINK: {"bus_bytes_per_s": 0.5e9}}),
         # One rank tells nothing.

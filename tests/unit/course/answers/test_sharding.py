@@ -42,7 +42,7 @@ def test_time() -> None:
     ("predicted", "figures"),
     [
         ([], None),
-        ([3.9, 3.3], {"predicted_bytes": 3.3 * GIB, "says": ("sharded's", "alike (-3%)")}),
+        ([3.9, 3.3], {"predicted_bytes": 3.3 * GIB, "says": ("for sharded:", "within 10% (-3%)")}),
         ([3.9, 2.5], {"peak_bytes": 3.2 * GIB, "says": "more (+28%)"}),
     ],
 )
@@ -55,7 +55,7 @@ def test_memory(predicted: list[float], figures: Any) -> None:
     instants = {"after_init_bytes": GIB, "before_step_bytes": 4 * GIB, "after_step_bytes": 3 * GIB}
     sharded = {"before_step_bytes": 3.2 * GIB, "peak_share": 0.8, "state_bytes": GIB / 2}
     expected = {
-        "unsharded_memory": {**instants, "largest_bytes": 2 * GIB, "says": "optimizer state is"},
+        "unsharded_memory": {**instants, "largest_bytes": 2 * GIB, "says": "the optimizer state"},
         "sharded_memory": {**sharded, "unsharded_state_bytes": 2 * GIB},
         "peak_prediction": figures,
     }
