@@ -219,14 +219,14 @@ def test_incomplete_memory_and_removed_checkpoints_are_passed_over(
     (_memory(run, 1) / step / "replicas" / "rank-00000-00000.safetensors").unlink()
     rank_pool(2).run(_train, run)
     missing, restored = _notices(run)
-    assert "1 of 2 files are in no host's memory" in missing
+    assert "1 of 2 files are not in the memory of any host" in missing
     assert restored == "restored from disk"
     _require_same(run, whole("bucketed"))
     removed = _lost(rank_pool(2), config, "removed")
     shutil.rmtree(pathlib.Path(removed.out) / "checkpoints" / f"step-{ON_DISK:08d}")
     rank_pool(2).run(_train, removed)
     (notice,) = _notices(removed)
-    assert "step 3, which was on disk beside it, was removed" in notice
+    assert "step 3, which was on disk when it was saved, was removed" in notice
     _require_same(removed, whole("bucketed"))
 
 
@@ -253,7 +253,7 @@ def test_a_full_memory_is_said_and_training_goes_on(
     run = changed(config, "full", checkpoint={"memory_every_steps": 1})
     rank_pool(2).run(_train_without_room, run)
     (notice,) = _notices(run)
-    assert "not kept in memory, training goes on" in notice
+    assert "checkpoint not saved in memory, training continues" in notice
     assert "No space left on device" in notice
     _require_same(run, whole("bucketed"))
 
@@ -267,6 +267,6 @@ def test_where_there_is_no_tmpfs_training_goes_on(
     )
     rank_pool(2).run(train_rank, run)
     (notice,) = _notices(run)
-    assert "nothing is kept in memory" in notice
+    assert "checkpoints in memory are off" in notice
     assert absent in notice
     _require_same(run, whole("bucketed"))

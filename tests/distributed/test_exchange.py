@@ -60,5 +60,5 @@ def test_another_model_and_another_tokenizer_are_named(
     with pytest.raises(RankError, match=r"is of another model: d_ff 64 instead of 96; change out"):
         rank_pool(1).run(train_rank, other)
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
-    with pytest.raises(RankError, match=r"tokenizer\.json is another tokenizer than that of"):
+    with pytest.raises(RankError, match=r"tokenizer\.json is not the tokenizer of"):
         rank_pool(1).run(train_rank, config)

@@ -765,7 +765,7 @@ def test_models_that_differ_are_named_on_every_rank(rank_pool: Pools) -> None:
 
 
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
-    with pytest.raises(Exception, match=r"inside of distributed_session\(\)"):
+    with pytest.raises(Exception, match=r"inside distributed_session\(\)"):
         FullyShardedDataParallel(nn.Linear(2, 2))
 
 

@@ -94,7 +94,7 @@ def test_after_a_broken_pass_every_rank_that_goes_on_says_so(where: str) -> None
     with RankPool(2, timeout_s=5, run_timeout_s=60) as pool:
         first, second = pool.run(_break_off, where)
     assert first.startswith("SynchronizationError: rank 0: the last " + where)
-    assert "start again from a checkpoint" in first
+    assert "restart from a checkpoint" in first
     assert second.startswith("CollectiveError")
 
 

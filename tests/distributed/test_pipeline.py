@@ -167,7 +167,7 @@ def _refuse(_rank: int, world_size: int) -> None:
     model = TransformerLM(shape_of())
     pipeline, _ = pipeline_of(model)
     tokens, targets = batch(0)
-    with pytest.raises(UsageError, match="7 sequences cannot be cut into 4 equal"):
+    with pytest.raises(UsageError, match="7 sequences cannot be split into 4 equal"):
         pipeline.forward_and_backward(tokens[:7], targets[:7])
     # Nothing was sent, so that the pipeline still works.
     assert pipeline.forward_and_backward(tokens, targets) > 0

@@ -150,5 +150,5 @@ def test_gradients_that_torch_loses_are_noticed(rank_pool: Pools) -> None:
     case = Case(
         layout=ParallelLayout(pipeline=2, **PRODUCTS["zero3"]), schedule="zero_bubble", steps=1
     )
-    with pytest.raises(RankError, match=r"norm.weight without a gradient; torch's zero bubble"):
+    with pytest.raises(RankError, match=r"norm.weight without a gradient; torch's zero-bubble"):
         rank_pool(4).run(_train, case)

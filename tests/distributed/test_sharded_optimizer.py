@@ -443,9 +443,9 @@ def _refuse_states(_rank: int, _world_size: int, path: str) -> None:
     model = _model()
     optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
     reader = dcp.FileSystemReader(path)
-    with pytest.raises(OptimizerStateError, match="holds no sharded optimizer under 'other'"):
+    with pytest.raises(OptimizerStateError, match="has no sharded optimizer under 'other'"):
         optimizer.load_checkpoint(model, reader, prefix="other")
-    with pytest.raises(OptimizerStateError, match=r"knows no parameter '0\.first\.weight'"):
+    with pytest.raises(OptimizerStateError, match=r"has no parameter '0\.first\.weight'"):
         optimizer.load_checkpoint(nn.Sequential(model), reader)
     with pytest.raises(OptimizerStateError, match="parameter 0 of the optimizer is not a param"):
         optimizer.load_checkpoint(_model(), reader)

@@ -97,12 +97,9 @@ def test_what_is_restarted_and_what_is_not(script: str) -> None:
     where = "in forward after step 3"
     ended = f"paceline: rank 1 ended with exit code 137, {where}"
     assert said[0] == f"{ended}; restart 1 of at most 9"
-    assert said[2].startswith("paceline: rank 1 gave no sign of life for ")
-    assert said[5] == f"{ended}; 3 times in a row before step 4 is done"
-    assert (
-        said[6]
-        == f"paceline: rank 1 ended with exit code 2, {where}; starting again would not help"
-    )
+    assert said[2].startswith("paceline: rank 1 sent no heartbeat for ")
+    assert said[5] == f"{ended}; failed 3 times in a row before step 4 was done"
+    assert said[6] == f"paceline: rank 1 ended with exit code 2, {where}; a restart would not help"
     assert len(said) == 8
 
 

@@ -232,7 +232,7 @@ def test_a_run_that_diverges_says_where_and_keeps_its_state(
         optimizer={"learning_rate": 1e30},
         parallel={"strategy": strategy},
     )
-    with pytest.raises(RankError, match="no rank has stepped") as caught:
+    with pytest.raises(RankError, match="no rank has applied the update") as caught:
         rank_pool(2).run(_train, diverging)
     message = str(caught.value)
     assert re.search(r"rank \d \(samples [\d,]+ to [\d,]+\): the (output|gradient) of \w+", message)
@@ -249,7 +249,9 @@ def _run_out_of_memory(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def test_out_of_memory_is_said_with_what_was_predicted(config: RunConfig, rank_pool: Pools) -> None:
-    expected = r"rank 0 is out of memory, where a step needs .* lower training\.micro_batch_size"
+    expected = (
+        r"rank 0 is out of memory \(predicted: a step needs .* lower training\.micro_batch_size"
+    )
     with pytest.raises(RankError, match=expected):
         rank_pool(1).run(_run_out_of_memory, _with(config, "exhausted"))
 

@@ -199,22 +199,25 @@ def test_an_odd_vocabulary_goes_on_under_another_layout(
 def test_what_cannot_run_is_refused_with_the_reason(config: RunConfig) -> None:
     refused = {
         "tensor 4 does not divide 2 key-value heads": ({"tensor": 4}, 4),
-        "take 4 ranks, which do not divide 6": ({"tensor": 2, "pipeline": 2}, 6),
-        "pipeline 4 needs as many micro-batches, and a step has 2": (
+        "need 4 ranks, but 6 is not a multiple": ({"tensor": 2, "pipeline": 2}, 6),
+        "pipeline 4 needs at least as many micro-batches, and a step has 2": (
             {"pipeline": 4, "strategy": "fully_sharded"},
             8,
         ),
-        "ZeRO-1 runs where data alone": ({"tensor": 2, "strategy": "sharded_optimizer"}, 4),
+        "ZeRO-1 runs only with data parallelism alone": (
+            {"tensor": 2, "strategy": "sharded_optimizer"},
+            4,
+        ),
         "interleave without a pipeline": ({"interleave": 2}, 2),
         "replicate 2 leaves no ranks to shard parameters over": (
             {"replicate": 2, "strategy": "fully_sharded"},
             2,
         ),
-        "8 stages .pipeline 4 with interleave 2. have no block each of 4 layers": (
+        "8 stages .pipeline 4 with interleave 2. need a block each, and the model has 4 layers": (
             {"pipeline": 4, "interleave": 2},
             4,
         ),
-        "context 8 needs sequences of 16 equal parts, and one has 24": ({"context": 8}, 8),
+        "context 8 needs a context length divisible by 16, not 24": ({"context": 8}, 8),
     }
     for reason, (layout, num_ranks) in refused.items():
         length = 24 if "24" in reason else 16
@@ -231,7 +234,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(config: RunConfig, rank_pool: P
         model={"max_context_length": 18},
         evaluation={"sample_prompt": "x" * 16},
     )
-    with pytest.raises(RankError, match=r"is 18, of which the layout's ranks can divide 16; short"):
+    with pytest.raises(RankError, match=r"is 18, of which the layout's ranks can split 16; short"):
         rank_pool(2).run(train_rank, run)
 
 

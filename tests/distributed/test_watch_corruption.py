@@ -33,7 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def test_the_rank_in_the_minority_is_named(config: RunConfig, rank_pool: Pools, where: Any) -> None:
     faulty = changed(config, f"minority-{where}")
     flip = BitFlip(rank=1, step=2, where=where, tensor=2, bit=22)
-    expected = r"step 3: rank 1 holds other bits than 2 of 3 ranks, first in \S"
+    expected = r"step 3: rank 1 differs from 2 of 3 ranks, first in \S"
     for message in rank_pool(3).run(train_faulty, faulty, (flip,)):
         assert re.search(expected, message)
     (event,) = events_of(faulty, "corrupted")
@@ -43,7 +43,7 @@ def test_the_rank_in_the_minority_is_named(config: RunConfig, rank_pool: Pools, 
 def test_two_ranks_that_differ_are_both_named(config: RunConfig, rank_pool: Pools) -> None:
     flip = BitFlip(rank=0, step=1, tensor=3, bit=5)
     messages = rank_pool(2).run(train_faulty, changed(config, "two"), (flip,))
-    assert all("ranks 0 and 1 hold different bits, first in" in each for each in messages)
+    assert all("ranks 0 and 1 differ, first in" in each for each in messages)
 
 
 def test_a_flip_that_no_step_can_be_taken_with_is_not_taken_for_divergence(
@@ -52,13 +52,13 @@ def test_a_flip_that_no_step_can_be_taken_with_is_not_taken_for_divergence(
     rare = changed(config, "exponent", watch={"hash_every_steps": 1000})
     flip = BitFlip(rank=1, step=2, tensor=-1, bit=30)  # A small weight becomes a huge one.
     messages = rank_pool(3).run(train_faulty, rare, (flip,))
-    assert all("rank 1 holds other bits than 2 of 3 ranks" in each for each in messages)
+    assert all("rank 1 differs from 2 of 3 ranks" in each for each in messages)
 
 
 def test_nothing_damaged_is_saved(config: RunConfig, rank_pool: Pools) -> None:
     late = changed(config, "late", watch={"hash_every_steps": 1000})
     messages = rank_pool(3).run(train_faulty, late, (BitFlip(rank=2, step=3),))
-    assert all("found at step 4: rank 2 holds other bits" in each for each in messages)
+    assert all("found at step 4: rank 2 differs" in each for each in messages)
     assert not list_checkpoints(pathlib.Path(late.out) / "checkpoints")
 
 

@@ -65,7 +65,7 @@ def test_from_text_to_a_verified_dataset(place: pathlib.Path) -> None:
     with shards[1].open("r+b") as damaged:
         damaged.write(b"\xff")
     found = _paceline("data", "verify", "tokens", cwd=place, code=1)
-    assert "00000001.tokens has other bytes than when it was made" in found
+    assert "00000001.tokens does not match its digest" in found
 
 
 def test_what_is_wrong_is_said_in_one_line(place: pathlib.Path) -> None:

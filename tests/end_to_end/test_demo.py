@@ -16,7 +16,7 @@ def test_a_directory_that_is_there_is_not_touched(tmp_path: pathlib.Path) -> Non
     (tmp_path / "demo").mkdir()
     refused = paceline(tmp_path, "demo")
     assert refused.returncode == 2
-    assert "demo is there already; name another directory with --out" in refused.stderr
+    assert "demo already exists; name another directory with --out" in refused.stderr
 
 
 @pytest.mark.slow

@@ -117,7 +117,9 @@ def test_a_port_that_is_taken(tmp_path: pathlib.Path) -> None:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
         )
-    assert f"127.0.0.1:{port}: another program does; set MASTER_PORT to a free port" in line
+    assert (
+        f"127.0.0.1:{port}: another program listens there; set MASTER_PORT to a free port" in line
+    )
 
 
 def test_a_step_that_is_too_large_to_profile(tmp_path: pathlib.Path) -> None:
@@ -127,7 +129,7 @@ def test_a_step_that_is_too_large_to_profile(tmp_path: pathlib.Path) -> None:
         exit_code=2,
     )
     assert "llama3-405B needs at least" in line
-    assert "take a smaller model or batch" in line
+    assert "use a smaller model or batch" in line
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_ranks_that_are_too_large_are_skipped_with_the_reason(tmp_path: pathlib.
     records = [decode_record(line.encode()) for line in result.stdout.splitlines()]
     assert [record.outcome for record in records] == ["skipped", "skipped"]
     assert "the ranks of a host would need at least" in str(records[0].reason)
-    assert "take a smaller --model" in str(records[0].reason)
+    assert "use a smaller --model" in str(records[0].reason)
 
 
 def test_a_user_who_may_not_make_namespaces(tmp_path: pathlib.Path) -> None:

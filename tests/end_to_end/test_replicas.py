@@ -118,7 +118,7 @@ def test_replicas_come_and_go(place: pathlib.Path) -> None:
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 0, stderr
     assert stdout.startswith("finished after step 600, loss ")
-    assert stderr.count("is started again") == 2
+    assert stderr.count("and is restarted") == 2
     assert [row["step"] for row in _rows(out) if row["kind"] == "step"] == list(range(1, 601))
     # Sums over one replica and over two round differently.
     assert _losses(out) == pytest.approx(_losses(place / "whole"), rel=1e-5)

@@ -251,7 +251,7 @@ def test_a_supervised_run_that_diverges_is_not_restarted(place: pathlib.Path) ->
     _, stderr = running.communicate(timeout=240)
     assert running.returncode == 1
     assert len([line for line in stderr.splitlines() if line.startswith("paceline: error")]) == 1
-    assert "starting again would not help" in stderr
+    assert "a restart would not help" in stderr
 
 
 @pytest.mark.slow

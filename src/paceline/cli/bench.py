@@ -52,7 +52,9 @@ class SweepCommand(Generic[_Sweep]):
         """Measures every case; fails when one failed for another reason than its size."""
         num_cases = _num_cases(self.sweep)
         if num_cases == 0:
-            raise UsageError("nothing to measure: every list of the sweep needs at least one value")
+            raise UsageError(
+                "nothing to measure: every flag that takes a list needs at least one value"
+            )
 
         from paceline.records.kinds import PREDICTION
 
@@ -74,10 +76,10 @@ class SweepCommand(Generic[_Sweep]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCommand(SweepCommand[LayoutSweep]):
-    """Measure every layout, beside what the planner expects of it."""
+    """Measure every layout, next to the planner's prediction."""
 
     calibration: pathlib.Path | None = None
-    """Records of paceline calibrate on as many ranks, from which the planner predicts."""
+    """Records of paceline calibrate on as many ranks; adds the planner's predictions."""
 
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
         """Yields what the planner expects, if it is told what the ranks reach."""

@@ -16,7 +16,7 @@ from paceline.cli.output import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateCommand:
-    """Measure in a minute what predictions of a step are made from."""
+    """Measure this machine for a minute, so that training steps can be predicted."""
 
     sweep: Flat[CalibrationSweep]
     store: pathlib.Path = DEFAULT_STORE

@@ -46,12 +46,12 @@ class ListCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Read checkpoints whole and compare them with the digests of their manifests."""
+    """Read entire checkpoints and check them against the digests in their manifests."""
 
     place: Place
     """Where the run saves its checkpoints."""
     step: int | None = None
-    """The checkpoint of this step only; all of them otherwise."""
+    """Verify only the checkpoint of this step; by default, all checkpoints."""
     output: OutputOptions
 
     def run(self) -> int:
@@ -63,7 +63,7 @@ class VerifyCommand:
         steps = sorted(open_place(self.place).steps()) if self.step is None else [self.step]
         if not steps:
             raise CheckpointError(
-                f"{self.place}: no checkpoints to verify; name the place that a run saves to"
+                f"{self.place}: no checkpoints to verify; give the place where a run saves them"
             )
         num_wrong = 0
         for step in steps:
@@ -78,16 +78,16 @@ class VerifyCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportCommand:
-    """Write a checkpoint as a Hugging Face model, which transformers and vLLM load."""
+    """Export a checkpoint as a Hugging Face model that transformers and vLLM can load."""
 
     place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINTS")]
-    """The directory of a run, or the place of its checkpoints."""
+    """Directory of a run, or the place where its checkpoints are."""
     out: pathlib.Path
-    """The directory to make."""
+    """Directory to create."""
     step: int | None = None
-    """The checkpoint of this step; the newest that is complete otherwise."""
+    """Step of the checkpoint; by default, the newest complete checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What to round the weights to; they stay as they were saved otherwise."""
+    """dtype to round the weights to; by default, they keep the dtype of the checkpoint."""
 
     def run(self) -> int:
         """Exports."""
@@ -100,18 +100,18 @@ class ExportCommand:
         (architecture,) = config["architectures"]
         sys.stdout.write(f"{self.out}: step {saved.step:,} as {architecture}, {config['dtype']}\n")
         if saved.tokenizer_json is None:
-            say(f"{self.out} has no tokenizer: no tokenizer.json is beside the checkpoints")
+            say(f"{self.out} has no tokenizer: there is no tokenizer.json next to the checkpoints")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportCommand:
-    """Make a run of a Hugging Face Llama model; prints a config to train it on."""
+    """Import a Hugging Face Llama model as a run, and print a config to train it further."""
 
     directory: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The model: config.json, safetensors, tokenizer.json."""
+    """Directory of the model: config.json, safetensors, tokenizer.json."""
     out: pathlib.Path
-    """The directory of the run to make."""
+    """Directory of the run to create."""
 
     def run(self) -> int:
         """Imports; the config goes to stdout."""
@@ -124,7 +124,7 @@ class ImportCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointCommand:
-    """Checkpoints of training runs: list, verify, export and import them."""
+    """List, verify, export and import checkpoints of training runs."""
 
     task: (
         Annotated[ListCommand, tyro.conf.subcommand("list")]

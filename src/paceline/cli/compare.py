@@ -12,18 +12,18 @@ from paceline.core.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareCommand:
-    """Compare two stores of the same cases; the exit code is 1 where something is worse.
+    """Compare two stores of the same cases; the exit code is 1 if anything got worse.
 
-    Times and bytes of every case that both hold. A change counts where it is larger than what is
-    tolerated and beyond the spread of the samples, so that it can be a gate in CI.
+    Compares the times and bytes of every case that is in both stores. A change counts if it
+    exceeds --tolerance and the spread of the samples, so you can use this command as a CI gate.
     """
 
     before: Annotated[pathlib.Path, tyro.conf.Positional]
-    """The store to hold against, such as main.jsonl."""
+    """Baseline store, such as main.jsonl."""
     after: Annotated[pathlib.Path, tyro.conf.Positional]
-    """The store to judge."""
+    """Store to compare with the baseline."""
     tolerance: float = 0.05
-    """By which part a median may grow."""
+    """Relative growth of a median that is tolerated."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -39,8 +39,8 @@ class CompareCommand:
         found = compare_stores(before, after, self.tolerance)
         if not found.changes:
             raise UsageError(
-                f"{self.before} and {self.after} have no case in common with a time or bytes; "
-                "measure the same command into both"
+                f"{self.before} and {self.after} have no case in common with times or bytes; "
+                "run the same measurement into both stores"
             )
         if self.output.json:
             for change in found.changes:

@@ -30,7 +30,7 @@ _EXCERPT_TOKENS = 48
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerCommand:
-    """Train a byte-level BPE on the documents of some files."""
+    """Train a byte-level BPE tokenizer on documents."""
 
     config: Flat[TokenizerConfig]
     output: Flat[OutputOptions]
@@ -50,7 +50,7 @@ class TokenizerCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareCommand:
-    """Turn documents into shards of tokens; after a crash, run the same command again."""
+    """Tokenize documents into shards; after a crash, run the same command again to resume."""
 
     config: Flat[PrepareConfig]
     output: Flat[OutputOptions]
@@ -62,7 +62,7 @@ class PrepareCommand:
 
         manifest = find_prepared(self.config)
         if manifest is not None:
-            say(f"paceline: {self.config.out} is prepared already; nothing to do")
+            say(f"paceline: {self.config.out} is already prepared; nothing to do")
         else:
             with transfer_progress("tokenizing") as progress:
                 manifest = prepare(self.config, progress)
@@ -80,7 +80,7 @@ class ExportCommand:
     place: Place
     """The prepared dataset."""
     out: pathlib.Path
-    """PREFIX of the two files."""
+    """PREFIX: path of the two files without .bin and .idx."""
     split: Literal["train", "heldout"] = "train"
     """Split to write."""
     output: OutputOptions
@@ -103,18 +103,18 @@ class ExportCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowCommand:
-    """Show what a dataset holds: splits, sources, what was left out, beginnings of documents."""
+    """Show what is in a dataset: splits, sources, dropped documents, beginnings of documents."""
 
     place: Place
     """The prepared dataset."""
     split: Literal["train", "heldout"] = "train"
     """Split whose documents are shown."""
     documents: int = 3
-    """Documents whose beginnings are printed."""
+    """Number of documents whose beginning is printed."""
     context: int = 2048
-    """Tokens of a training sequence, marked in the figure."""
+    """Context length in tokens, marked in the figure."""
     figure: pathlib.Path | None = None
-    """Histogram of the lengths of documents, PNG or SVG."""
+    """Also draw a histogram of document lengths: a file that ends in .png or .svg."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class ShowCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Read a dataset whole and compare it with the digests of its manifest."""
+    """Read an entire dataset and check it against the digests in its manifest."""
 
     place: Place
     """The prepared dataset."""
@@ -175,7 +175,7 @@ class VerifyCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditCommand:
-    """Check that a run has trained on every sample of its stream exactly once."""
+    """Check that a run trained on every sample of its data stream exactly once."""
 
     run_directory: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of a run of paceline train."""
@@ -196,7 +196,7 @@ class AuditCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataCommand:
-    """Training data: train a tokenizer, prepare shards of tokens, look at them."""
+    """Prepare training data: train a tokenizer, write token shards, inspect and verify them."""
 
     task: (
         Annotated[TokenizerCommand, tyro.conf.subcommand("tokenizer")]

@@ -13,7 +13,7 @@ _SELF_TEST_RANKS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentCommand:
-    """Show versions, devices, backends and links, and test that ranks can talk."""
+    """Show versions, devices, backends and links; test that ranks can communicate."""
 
     self_test: bool = False
     """Start two ranks and check an all-reduce between them."""
@@ -53,7 +53,7 @@ def _self_test(backend: str) -> "Metric":
 
     say(
         f"paceline: starting {_SELF_TEST_RANKS} ranks that all-reduce 1 MiB over {backend}; "
-        "torch is loaded first, which takes up to half a minute"
+        "loading torch takes up to half a minute"
     )
     times_by_rank = run_ranks(all_reduce_self_test, _SELF_TEST_RANKS, backend=backend)
     return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])

@@ -32,7 +32,7 @@ def guarded(run: Callable[[], int]) -> int:
         if error.filename is None and error.errno not in DISK_FULL:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        remedy = "make room" if error.errno in DISK_FULL else "name another path"
+        remedy = "free disk space" if error.errno in DISK_FULL else "name another path"
         sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
         return 1
     return exit_code
@@ -42,7 +42,7 @@ def _missing(package: str) -> str:
     """Says what to do about a package that a verb needs and that is not installed."""
     if package == "torch":
         return (
-            "torch is not installed, and this verb computes with it; pip install torch, without a "
-            "GPU its CPU build; plan, scaling, data, report and lab work without it"
+            "torch is not installed, and this command needs it; pip install torch (the CPU build "
+            "if there is no GPU); plan, scaling, data, report and lab work without torch"
         )
     return f"the package {package} is not installed; pip install {package}"

@@ -13,22 +13,22 @@ from paceline.core.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
-    """Continue a text with a model that was trained here, or with a Hugging Face Llama model."""
+    """Generate text with a model that Paceline trained, or with a Hugging Face Llama model."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|DIR")]
-    """The directory of a run, or of a Hugging Face model."""
+    """Directory of a run, or of a Hugging Face model."""
     prompt: str = ""
-    """The text to continue; empty for the beginning of a document."""
+    """Text to continue; if empty, the model begins a document."""
     tokens: int = 128
-    """The most tokens to make; a document that ends, ends earlier."""
+    """Maximum number of tokens; generation stops earlier at the end of the document."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from the so many likeliest tokens only."""
+    """Sample only from the k most likely tokens; by default, from all."""
     seed: int = 0
-    """Decides what is drawn."""
+    """Random seed of the sampling."""
     step: int | None = None
-    """The run's checkpoint of this step; the newest that is complete otherwise."""
+    """Step of the checkpoint; by default, the newest complete checkpoint."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ def _speed(num_prompt_tokens: int, times: list[float]) -> str:
     from paceline.core.units import format_decimal, format_seconds
 
     if len(times) == 1:
-        return "the document ends here"
-    first = f"{num_prompt_tokens:,} tokens read in {format_seconds(times[1] - times[0])}"
-    made = f"{len(times) - 1:,} made"
+        return "no tokens generated: the document ends here"
+    first = f"{num_prompt_tokens:,} prompt tokens read in {format_seconds(times[1] - times[0])}"
+    made = f"{len(times) - 1:,} generated"
     rate = _rate(times)
     return f"{first}, {made}" + ("" if rate is None else f", {format_decimal(rate, 'tokens/s')}")

@@ -37,7 +37,7 @@ from paceline.cli.start.nearest import require_known_verb
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
     "--version prints the version. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted, "
-    "141 the reader of stdout went away, 143 a training run was asked to stop and has saved."
+    "141 stdout was closed, 143 a training run was asked to stop and has saved a checkpoint."
 )
 
 Verb = (

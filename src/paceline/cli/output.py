@@ -40,7 +40,7 @@ class OutputOptions:
     """Flags of every command that prints records."""
 
     json: bool = False
-    """Print records as JSON Lines on stdout, and nothing else there."""
+    """Print results as JSON Lines on stdout, and nothing else."""
 
 
 def require_figure(path: pathlib.Path | None) -> None:

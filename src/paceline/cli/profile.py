@@ -34,13 +34,13 @@ _STORE = "records.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileDdpCommand:
-    """Trace training steps under several strategies, and draw them on one axis of time.
+    """Trace training steps under several strategies, and draw them on one time axis.
 
-    Writes the merged trace of all ranks, the records, and the picture as PNG and SVG.
+    Writes the merged trace of all ranks, the records, and a plot as PNG and SVG.
     """
 
     out: pathlib.Path
-    """Directory to write to; ranks on several hosts must all see it."""
+    """Directory to write to; ranks on several hosts must share it."""
     sweep: Flat[DataParallelSweep] = dataclasses.field(
         default_factory=lambda: DataParallelSweep(
             strategies=("naive", "flat", "overlapped", "bucketed"), rounds=5
@@ -57,14 +57,13 @@ class ProfileDdpCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileLayoutCommand:
-    """Trace steps under layouts: exposed communication, and what the stages of pipelines do when.
+    """Trace steps under several layouts: exposed communication, and pipeline timelines.
 
-    Writes the merged trace of all ranks, the records, and a picture of the pipelines as PNG and
-    SVG.
+    Writes the merged trace of all ranks, the records, and a plot of the pipelines as PNG and SVG.
     """
 
     out: pathlib.Path
-    """Directory to write to; ranks on several hosts must all see it."""
+    """Directory to write to; ranks on several hosts must share it."""
     sweep: Flat[LayoutSweep] = dataclasses.field(
         default_factory=lambda: LayoutSweep(layouts=("pipeline=2,micro=1",), rounds=5)
     )
@@ -92,7 +91,9 @@ class ProfileStepCommand:
         """Traces, keeps, draws and prints."""
         cases = list(self.sweep.cases())
         if len(cases) != 1:
-            raise UsageError("one trace is of one case; give every list of the sweep one value")
+            raise UsageError(
+                "a trace shows one case; give one value to every flag that takes a list"
+            )
 
         from paceline.benchmarks.step.profile import profile_step
 
@@ -101,10 +102,10 @@ class ProfileStepCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceCommand:
-    """Say where the time of a Chrome trace went: one of Paceline's, or any that torch wrote."""
+    """Show where the time of a Chrome trace goes; the trace is from Paceline or from torch."""
 
     trace: Annotated[pathlib.Path, tyro.conf.Positional]
-    """The file, plain or compressed with gzip."""
+    """Trace file, plain or compressed with gzip."""
     output: Flat[OutputOptions]
 
     def run(self) -> int:
@@ -116,7 +117,7 @@ class TraceCommand:
         with byte_progress(self.trace) as advance:
             analysis = analyse_trace(self.trace, advance)
         if analysis.is_truncated:
-            say(f"paceline: {self.trace} ends before its trace does; this is what was there")
+            say(f"paceline: {self.trace} is truncated; this is the part that could be read")
         about = (analysis, self.trace.name, capture_environment(devices=[], backends=[]))
         records = [*step_records(*about), *operator_records(*about)]
         print_tables(list(keep_records(records, None, self.output)), self.output)
@@ -125,7 +126,7 @@ class TraceCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileCommand:
-    """See where a step's time and memory go, on any machine."""
+    """Show where the time and memory of a step go, on any machine."""
 
     subject: (
         Annotated[ProfileDdpCommand, tyro.conf.subcommand("ddp")]

@@ -34,11 +34,11 @@ class TableCommand:
     """Print the newest record of each case as a table."""
 
     kind: str | None = None
-    """Kind of record to show; needed when the store holds several."""
+    """Kind of record to show; required if the store has several kinds."""
     view: Literal["time", "memory"] = "time"
-    """What rich and markdown show of a step: times and rates, or memory at three points."""
+    """Columns of a step in rich and markdown: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
-    """rich is for a terminal; with --json this is not used."""
+    """Format of the table; rich is for a terminal. Not used with --json."""
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
@@ -74,18 +74,18 @@ class TableCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotCommand:
-    """Draw the newest record of each case, as PNG and SVG."""
+    """Plot the newest record of each case, as PNG and SVG."""
 
     out: pathlib.Path
-    """Directory for the pictures."""
+    """Directory for the plots."""
     plot: tuple[PlotName, ...] = ()
-    """Which pictures; by default all that the records allow."""
+    """Plots to draw; by default, every plot that the store has records for."""
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Draws the pictures and prints their paths."""
+        """Draws the plots and prints their paths."""
         from paceline.records import RecordStore, latest_per_case
         from paceline.reports.plots.registry import draw, drawable_plots
         from paceline.reports.plots.style import save_figure
@@ -105,28 +105,29 @@ class PlotCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildCommand:
-    """Answer every question of the courses from records, in one page; measure what is missing.
+    """Write a report that answers every question of the courses from records.
 
-    Writes report.html, which needs nothing else, and report.md with its pictures.
+    Writes report.html, which is self-contained, and report.md with its figures. With --preset, it
+    first measures what the store lacks.
     """
 
     out: pathlib.Path = pathlib.Path("report")
-    """Directory for the report, and for what the commands of a preset print."""
+    """Directory for the report, and for the output of the commands that a preset runs."""
     preset: PresetName | None = None
-    """Measure what the store lacks for this kind of machine, and append it; by default nothing is
-    measured."""
+    """Kind of machine: first run its measurements that the store lacks, and append them. By
+    default, nothing is measured."""
     quick: bool = False
-    """Smaller models, fewer sizes and fewer samples."""
+    """Measure smaller models, fewer sizes and fewer samples."""
     runs: pathlib.Path | None = None
-    """Training runs for the scaling-law question; by default what PACELINE_COURSE_DATA names, and
-    without it runs that are made up."""
+    """File of training runs for the scaling-law question; by default the file that
+    PACELINE_COURSE_DATA names, or else synthetic runs."""
     store: pathlib.Path = DEFAULT_STORE
     """JSON Lines file to read the records from."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if self.quick and self.preset is None:
-            raise UsageError("--quick is about what a preset measures; give --preset as well")
+            raise UsageError("--quick shortens the measurements of a preset; give --preset as well")
 
     def run(self) -> int:
         """Writes the report and prints its paths."""
@@ -148,7 +149,7 @@ class BuildCommand:
             if num_failed := suite.run(lambda text: say(f"paceline: {text}")):
                 say(
                     f"paceline: failed cases: {num_failed}; the report says why, and "
-                    "the same command tries again what may yet succeed"
+                    "the same command retries those that may still succeed"
                 )
         for path in write_report(list(store.read()), self.out, runs):
             if self.output.json:
@@ -160,17 +161,17 @@ class BuildCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """Make a page of a training run: losses, speed, time by phase, memory, events.
+    """Write an HTML report of a training run: losses, speed, time by phase, memory, events.
 
-    The page needs nothing else, and the run may be going on.
+    The file is self-contained. The run may still be training.
     """
 
     run_directory: Annotated[
         pathlib.Path, tyro.conf.Positional, tyro.conf.arg(name="run", metavar="DIR")
     ]
-    """Directory of the run: out in its config."""
+    """Directory of the run, named by out in its config."""
     out: pathlib.Path | None = None
-    """The page; by default report.html in that directory."""
+    """File to write; by default, report.html in the directory of the run."""
     output: Flat[OutputOptions]
 
     def run(self) -> int:
@@ -188,7 +189,7 @@ class RunCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Make tables, pictures and reports from records, and a page of a training run."""
+    """Make tables, plots and reports from records, and an HTML report of a training run."""
 
     form: (
         Annotated[TableCommand, tyro.conf.subcommand("table")]

@@ -29,30 +29,31 @@ _FIRST_RANK_SPEAKS_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a model: run.toml says how. init prints such a file, to be redirected."""
+    """Train a model from a config; paceline train init > run.toml writes one to start from."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML|init")]
-    """The config of a run; a run that was interrupted goes on from its newest checkpoint."""
+    """Config of the run. An interrupted run resumes from its newest checkpoint."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes to the config, such as training.steps=100."""
+    """Override a key of the config, such as training.steps=100."""
     plan: pathlib.Path | None = None
-    """Predictions of paceline plan step --json, of which the fastest decides on model, batch,
-    strategy and ranks; --set has the last word."""
+    """Predictions of paceline plan step --json, of which the fastest sets model, batch, strategy
+    and ranks, or plan.json of plan search --out. --set overrides the plan."""
     ranks: int | None = None
-    """Ranks to start on this host, where no launcher (torchrun, Slurm) has; one per GPU, or one."""
+    """Ranks to start on this host, unless a launcher (torchrun, Slurm) has started them. By default
+    one per GPU, or one rank without a GPU."""
     supervise: bool = False
-    """Start ranks again that die or hang, from the newest checkpoint; for the ranks of one host."""
+    """Restart ranks that die or hang, from the newest checkpoint. For ranks on one host."""
     max_restarts: int = 100
-    """How often --supervise starts them again, at most; less often if one step fails thrice."""
+    """Maximum restarts with --supervise, which gives up earlier if one step fails three times."""
     dry_run: bool = False
-    """Print the resolved config and what the run will take, and stop."""
+    """Print the resolved config and the predicted compute, memory and time, and stop."""
     calibration: pathlib.Path | None = None
-    """Records of paceline calibrate, from which the time of a step is predicted."""
+    """Records of paceline calibrate, used to predict the step time."""
     runs: pathlib.Path | None = None
-    """Finished runs of smaller models, as paceline scaling fit reads them, from which the loss at
-    the end is predicted."""
+    """Finished runs of smaller models, in the format of paceline scaling fit, used to predict the
+    final loss."""
     model: ModelName = "bytes-6M"
-    """For init: the preset to write a config for."""
+    """With init: model preset to write a config for."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class TrainCommand:
         if self.output.json:
             print_json({"config": config, "forecast": predicted})
             return 0
-        text = "parameters, compute, memory and time: not known of a Hugging Face model"
+        text = "parameters, compute, memory and time: not predicted for a Hugging Face model"
         text = text if predicted is None else _forecast_text(predicted)
         sys.stdout.write(f"{encode_config(config)}\n{text}\n")
         return 0
@@ -125,16 +126,16 @@ class TrainCommand:
         if config.parallel.elastic == "replicas" and REPLICA not in os.environ:
             if self.supervise or is_launched(os.environ):
                 raise UsageError(
-                    "parallel.elastic replicas starts its replicas itself, and starts lost ones "
-                    "again; leave out --supervise, and the launcher"
+                    "parallel.elastic replicas starts and restarts its replicas itself; leave out "
+                    "--supervise and the launcher"
                 )
             self._require_startable(config)
             return run_replicas(config, self.ranks or 2, config.checkpoint.grace_s + _LEAVING_S)
         if self.supervise:
             if is_launched(os.environ):
                 raise UsageError(
-                    "--supervise restarts ranks that it has started itself; under torchrun use its "
-                    "--max-restarts, under Slurm --requeue"
+                    "--supervise restarts only ranks that it has started itself; with torchrun use "
+                    "its --max-restarts, with Slurm --requeue"
                 )
             return self._supervise(config)
         if not is_launched(os.environ):
@@ -211,7 +212,9 @@ class TrainCommand:
         sweep = read_sweep(self.runs)
         beyond = float(compute_for(num_parameters, num_tokens)) / max(sweep.compute)
         if beyond > 1:
-            say(f"{self.runs}: the run has {beyond:.3g} times the compute of the largest one there")
+            say(
+                f"{self.runs}: this run has {beyond:.3g} times the compute of the largest one there"
+            )
         return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
     def _require_startable(self, config: "RunConfig") -> int:
@@ -238,7 +241,7 @@ def _remember(config: "RunConfig") -> None:
     try:
         remember_run(config)
     except RecordError as error:
-        say(f"the history of predictions is not written: {error}")
+        say(f"could not write the history of predictions: {error}")
 
 
 def _forecast_text(predicted: "Forecast") -> str:
@@ -250,7 +253,7 @@ def _forecast_text(predicted: "Forecast") -> str:
         f"compute     {format_decimal(predicted.flops, 'FLOPs')}",
     ]
     if predicted.memory is None:
-        lines.append("memory      not known of such a layout: paceline plan search predicts it")
+        lines.append("memory      not predicted for this layout; use paceline plan search")
     else:
         parts = ", ".join(
             f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
@@ -264,11 +267,11 @@ def _forecast_text(predicted: "Forecast") -> str:
             f"kept        {kept} of host memory per rank for checkpoint.memory_every_steps"
         )
     if predicted.step_time_s is None or predicted.duration_s is None:
-        lines.append("time        not known: --calibration names records of paceline calibrate")
+        lines.append("time        not predicted: give --calibration records of paceline calibrate")
     else:
         lines.append(
             f"time        {format_seconds(predicted.step_time_s)} per step, "
-            f"{format_seconds(predicted.duration_s)} in all"
+            f"{format_seconds(predicted.duration_s)} in total"
         )
     if (loss := predicted.final_loss) is not None:
         lines.append(f"loss        {loss.value:.4f} at the end ({loss.low:.4f} to {loss.high:.4f})")

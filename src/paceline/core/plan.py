@@ -68,8 +68,8 @@ class ParallelLayout:
         )
         if self.shard > 1 and self.sharding == "none":
             raise ShapeError(
-                f"ParallelLayout.shard is {self.shard} but sharding is 'none'; "
-                "say what is sharded, or use replicate"
+                f"ParallelLayout.shard is {self.shard} but sharding is 'none'; set sharding to "
+                "what is sharded, or use replicate"
             )
         if self.tensor * self.context * self.data_parallel % self.expert:
             raise ShapeError(

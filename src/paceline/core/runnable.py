@@ -60,12 +60,12 @@ def _refused_techniques(layout: ParallelLayout) -> list[str]:
         reasons.append("selective recomputation: blocks are recomputed in full or not at all")
     if layout.sharding != "none" and layout.replicate > 1 and layout.shard * layout.context == 1:
         reasons.append(
-            f"replicate {layout.replicate} leaves no ranks to shard {layout.sharding} over; take "
-            "replicate 1 to shard, or a strategy that shards nothing for copies"
+            f"replicate {layout.replicate} leaves no ranks to shard {layout.sharding} over; use "
+            "replicate 1 to shard, or a strategy without sharding to replicate"
         )
     elif needs_mesh(layout) and layout.sharding == "optimizer":
         reasons.append(
-            "ZeRO-1 runs where data alone divides the ranks; elsewhere take ZeRO-2 (gradients)"
+            "ZeRO-1 runs only with data parallelism alone; with other axes use ZeRO-2 (gradients)"
         )
     return reasons
 
@@ -93,7 +93,7 @@ def _refused_context(layout: ParallelLayout, work: Work) -> list[str]:
     if layout.context == 1 or work.context_length % parts == 0:
         return []
     return [
-        f"context {layout.context} needs sequences of {parts} equal parts, and one has "
+        f"context {layout.context} needs a context length divisible by {parts}, not "
         f"{work.context_length:,} tokens"
     ]
 
@@ -105,15 +105,17 @@ def _refused_pipeline(layout: ParallelLayout, work: Work) -> list[str]:
     reasons = []
     if work.shape.num_layers < stages * interleave:
         reasons.append(
-            f"{stages * interleave} stages (pipeline {stages} with interleave {interleave}) have "
-            f"no block each of {work.shape.num_layers} layers"
+            f"{stages * interleave} stages (pipeline {stages} with interleave {interleave}) need "
+            f"a block each, and the model has {work.shape.num_layers} layers"
         )
     passes = work.num_micro_batches
     if passes is not None and passes < stages:
-        reasons.append(f"pipeline {stages} needs as many micro-batches, and a step has {passes}")
+        reasons.append(
+            f"pipeline {stages} needs at least as many micro-batches, and a step has {passes}"
+        )
     elif passes is not None and interleave > 1 and passes % stages:
         reasons.append(
-            f"interleave {interleave} needs micro-batches in rounds of {stages}, and a step has "
+            f"interleave {interleave} needs a multiple of {stages} micro-batches, and a step has "
             f"{passes}"
         )
     return reasons

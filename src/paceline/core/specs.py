@@ -112,12 +112,13 @@ class ModelShape:
         if self.num_heads % self.key_value_heads:
             raise ShapeError(
                 f"ModelShape.num_heads {self.num_heads} is not a multiple of num_kv_heads "
-                f"{self.key_value_heads}; each key-value head serves an equal group of queries"
+                f"{self.key_value_heads}; each key-value head serves an equal number of query "
+                "heads"
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ShapeError(
-                f"ModelShape: rotary positions turn pairs of channels, so the head width "
-                f"{self.head_width} must be even"
+                "ModelShape: rotary position embeddings rotate pairs of channels, so the head "
+                f"dimension {self.head_width} must be even"
             )
 
     @property

@@ -75,6 +75,6 @@ def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> No
     blind = [name for name in strategies if name in SHARDED_GRADIENTS]
     if precision == "float16" and blind:
         raise UsageError(
-            f"--precision float16 scales the loss, which {blind[0]} cannot undo in sharded "
+            f"--precision float16 scales the loss, and {blind[0]} cannot unscale sharded "
             "gradients; use bfloat16"
         )

@@ -62,7 +62,7 @@ class MegatronDataset:
         )
         if magic != _MAGIC or version != _VERSION or code not in _TYPES:
             raise DataError(
-                f"{self._name}: not an index of Megatron's (version {_VERSION}, integer tokens)"
+                f"{self._name}: not a Megatron index (version {_VERSION}, integer tokens)"
             )
         if len(content) < _HEADER.size + 12 * num_sequences + 8 * num_bounds:
             raise self._truncated()
@@ -110,7 +110,7 @@ class MegatronDataset:
             raise DataError(f"{path}: {error.strerror}; {self._name} needs it") from error
 
     def _truncated(self) -> DataError:
-        return DataError(f"{self._name}: truncated: shorter than its own counts say")
+        return DataError(f"{self._name}: truncated: shorter than the counts in its header")
 
 
 def write_megatron(

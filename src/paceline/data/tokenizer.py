@@ -64,7 +64,7 @@ class Tokenizer:
             self._inner = tokenizers.Tokenizer.from_str(json)
         except Exception as error:  # The package raises nothing more special.
             raise DataError(
-                f"{where}: not a tokenizer that the tokenizers package reads: {error}"
+                f"{where}: not a tokenizer that the tokenizers package can read: {error}"
             ) from error
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -203,8 +203,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
         raise UsageError(
-            f"--vocab-size {vocab_size}: byte-level BPE has {len(alphabet)} bytes and "
-            f"{END_OF_DOCUMENT} to begin with; ask for more than {len(alphabet)}"
+            f"--vocab-size {vocab_size}: byte-level BPE starts with {len(alphabet)} bytes and "
+            f"{END_OF_DOCUMENT}; ask for more than {len(alphabet)}"
         )
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -78,7 +78,7 @@ def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
     """
     link = link or LinkShape()
     if not 1 <= count <= _MAX_HOSTS:
-        raise LabError(f"between 1 and {_MAX_HOSTS} hosts are possible, not {count}")
+        raise LabError(f"the lab has 1 to {_MAX_HOSTS} hosts, not {count}")
     _require_tools(link)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace(()))
@@ -168,7 +168,7 @@ def _wait_until_held(holder: subprocess.Popen[bytes]) -> None:
         assert holder.stderr is not None
         complaint = holder.stderr.read().decode(errors="replace").strip()
         raise LabError(
-            f"the kernel does not let this user make network namespaces ({complaint}); run as "
+            f"the kernel does not let this user create network namespaces ({complaint}); run as "
             "root, or allow unprivileged user namespaces"
         )
 

@@ -38,7 +38,7 @@ def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = N
         measured, _ = receiving.communicate(timeout=_TIMEOUT_S)
         return float(measured)
     except (ValueError, subprocess.TimeoutExpired) as error:
-        raise LabError(f"the link between the hosts carries nothing: {error}") from error
+        raise LabError(f"no data passes the link between the hosts: {error}") from error
     finally:
         receiving.kill()
         receiving.wait()

@@ -37,7 +37,7 @@ def run_in_lab(
         # One host has a link too, but nothing crosses it.
         if num_hosts > 1:
             measured = measure_link(made[1], made[0], link.rate_bits_per_s)
-            sys.stderr.write(f"paceline lab: the link carries {measured / 1e6:.0f} Mbit/s\n")
+            sys.stderr.write(f"paceline lab: measured link bandwidth {measured / 1e6:.0f} Mbit/s\n")
             environment = link_variables(
                 rate_bits_per_s=link.rate_bits_per_s,
                 measured_rate_bits_per_s=measured,

@@ -43,12 +43,12 @@ def generate(
     if temperature < 0:
         raise UsageError(f"temperature {temperature} must not be negative")
     if top_k is not None and top_k < 1:
-        raise UsageError(f"top-k {top_k} leaves no token to draw; it must be at least 1")
+        raise UsageError(f"top-k {top_k} leaves no token to sample; it must be at least 1")
     length = model.max_context_length
     if length is not None and len(prompt) >= length:
         raise UsageError(
-            f"a prompt of {len(prompt):,} tokens leaves no room in the model's context of "
-            f"{length:,}; shorten it"
+            f"a prompt of {len(prompt):,} tokens fills the model's context of {length:,}; shorten "
+            "it"
         )
     if length is not None:
         num_tokens = min(num_tokens, length - len(prompt))

@@ -271,21 +271,22 @@ def reducible_gradient(
     gradient = parameter.grad
     if gradient is None:
         raise GradientError(
-            f"the gradient of parameter {name!r} was cleared while backward ran; clear it after"
+            f"the gradient of parameter {name!r} was cleared during backward; clear gradients "
+            "after backward"
         )
     if gradient.layout != torch.strided:
         raise GradientError(
             f"parameter {name!r} has a {gradient.layout} gradient; only dense ones can be "
-            "synchronised: make its layer with sparse=False"
+            "synchronised: create its layer with sparse=False"
         )
     if gradient.dtype != dtype or gradient.device != device:
         raise GradientError(
-            f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after "
-            f"its container was made for {dtype} on {device}; convert it before"
+            f"parameter {name!r} was converted to {gradient.dtype} on {gradient.device} after its "
+            f"container was created for {dtype} on {device}; convert the model before wrapping it"
         )
     if gradient.requires_grad:
         raise GradientError(
-            f"the gradient of parameter {name!r} has a graph of its own: backward with "
+            f"the gradient of parameter {name!r} has its own autograd graph: backward with "
             "create_graph=True cannot be averaged; use torch.autograd.grad for it"
         )
     return gradient

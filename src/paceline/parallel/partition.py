@@ -55,8 +55,8 @@ def choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> P
         )
     if partition == Partition.ELEMENTS and not is_elementwise:
         raise UsageError(
-            f"{optimizer_cls.__name__} is not known to treat each element by itself, so its "
-            'parameters cannot be cut anywhere; use partition="parameters"'
+            f"{optimizer_cls.__name__} is not known to be elementwise, so single parameters must "
+            'not be split; use partition="parameters"'
         )
     return Partition(partition)
 

@@ -50,8 +50,8 @@ class RecordStore:
                 os.close(descriptor)
         except OSError as error:
             raise RecordError(
-                f"{self.path}: cannot append a record: {error.strerror}; "
-                "make room or name another file with --store"
+                f"{self.path}: cannot append a record: {error.strerror}; free disk space or name "
+                "another file with --store"
             ) from error
 
     def read(self) -> Iterator[Record]:
@@ -60,8 +60,8 @@ class RecordStore:
             file = self.path.open("rb")
         except OSError as error:
             raise RecordError(
-                f"{self.path}: cannot read the record store: {error.strerror}; "
-                "`paceline bench` makes one"
+                f"{self.path}: cannot read the record store: {error.strerror}; `paceline bench` "
+                "creates one"
             ) from error
         with file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -77,7 +77,7 @@ class RecordStore:
                     yield decode_record(line)
                 except RecordError as error:
                     raise RecordError(
-                        f"{self.path}:{number}: {error}; mend or delete that line"
+                        f"{self.path}:{number}: {error}; fix or delete that line"
                     ) from error
 
 

@@ -99,6 +99,6 @@ def _make_module(config: RunConfig) -> TransformerLM | HuggingFaceLM:
     if longest is not None and config.data.context_length > longest:
         raise UsageError(
             f"data.context_length {config.data.context_length:,} is more than the {longest:,} "
-            f"positions of model.hugging_face {config.model.hugging_face}"
+            f"positions of model.hugging_face {config.model.hugging_face}; lower it"
         )
     return module

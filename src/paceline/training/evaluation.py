@@ -148,10 +148,10 @@ class Sampler:
         )
         longest, room = trainee.module.max_context_length, sampler._room(trainee)
         if len(sampler._prompt) >= room:
-            cut = "" if room == longest else f", of which the layout's ranks can divide {room:,}"
+            cut = "" if room == longest else f", of which the layout's ranks can split {room:,}"
             raise UsageError(
                 f"evaluation.sample_prompt has {len(sampler._prompt):,} tokens, and the model's "
-                f"context is {longest:,}{cut}; shorten it"
+                f"context is {longest:,}{cut}; shorten the prompt"
             )
         return sampler
 

@@ -19,7 +19,7 @@ from paceline.training.config import RunConfig
 from paceline.training.layouts.layout import layout_of
 
 MEMORY_REMEDY = (
-    "lower training.micro_batch_size, set model.activation_checkpointing to full, take "
+    "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
     "parallel.strategy fully_sharded, or start fewer ranks per host"
 )
 
@@ -114,7 +114,7 @@ def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
         return
     if predicted.memory.total > limit_bytes:
         raise UsageError(
-            f"{memory_need(predicted.memory)}, and a rank may take "
+            f"{memory_need(predicted.memory)}, and a rank may use "
             f"{format_binary_bytes(limit_bytes)}; {MEMORY_REMEDY}"
         )
 
@@ -144,8 +144,8 @@ def _step_time_s(
     ]
     if not places:
         raise UsageError(
-            f"{calibration}: no calibration for {num_ranks} ranks in it; run paceline calibrate "
-            "where the run will be"
+            f"{calibration}: contains no calibration for {num_ranks} ranks; run paceline "
+            "calibrate where you will train"
         )
     bucket_size = config.parallel.bucket_size_for(strategy)
     terms = strategy_step_terms(config.model.shape, batch, strategy, places[-1], bucket_size)

@@ -50,7 +50,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     predictions = [record for record in RecordStore(path).read() if _is_step(record)]
     if not predictions:
         raise UsageError(
-            f"{os.fspath(path)}: no predicted step in it; paceline plan step --json makes one"
+            f"{os.fspath(path)}: contains no predicted step; paceline plan step --json writes one"
         )
     return _plan(max(predictions, key=_tokens_per_second))
 
@@ -61,7 +61,7 @@ def _searched(path: pathlib.Path) -> core_plan.Plan | None:
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(
-            f"{path}: {error.strerror}; paceline plan search --runnable --out makes a plan"
+            f"{path}: {error.strerror}; paceline plan search --runnable --out writes a plan"
         ) from error
     try:
         raw = msgspec.json.decode(data)
@@ -75,8 +75,9 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
     layout, batch = plan.layout, plan.batch
     if plan.experts is not None:
         raise UsageError(
-            f"{where}: a mixture of experts, which paceline train does not have; its files for "
-            "Megatron-LM and torchtitan are beside it, and dense models can be searched --runnable"
+            f"{where}: plans a mixture of experts, which paceline train does not support; use the "
+            "files for Megatron-LM and torchtitan next to it, or search a dense model with "
+            "--runnable"
         )
     require_buildable(plan.model)
     work = Work(
@@ -102,7 +103,7 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
     if layout.bucket_size_mb is not None:
         changes.append(f"parallel.bucket_size_mb={layout.bucket_size_mb}")
     if STEP not in plan.predictions:
-        raise UsageError(f"{where}: no prediction of {STEP} in it; paceline plan search makes one")
+        raise UsageError(f"{where}: no prediction of {STEP} in it; paceline plan search writes one")
     step_time_s = plan.predictions[STEP].value
     return Plan(changes=tuple(changes), world_size=world_size, step_time_s=step_time_s)
 

@@ -94,7 +94,7 @@ def _run(
         if config.model.hugging_face is None:
             memory = forecast(config, session.world_size).memory
             if memory is not None:
-                predicted = f", where {memory_need(memory)} by the prediction"
+                predicted = f" (predicted: {memory_need(memory)})"
         raise OutOfMemoryError(
             f"rank {session.rank} is out of memory{predicted}; {MEMORY_REMEDY}"
         ) from error
@@ -148,14 +148,15 @@ def require_data(config: RunConfig) -> None:
         manifest = read_manifest(open_storage(source.place))
         if vocab_size is not None and manifest.vocab_size > vocab_size:
             raise UsageError(
-                f"{source.place} has tokens up to {manifest.vocab_size - 1:,}, the model a "
-                f"vocabulary of {vocab_size:,}; set {remedy} to {manifest.vocab_size:,} or more"
+                f"{source.place} has tokens up to {manifest.vocab_size - 1:,}, but the model's "
+                f"vocabulary has only {vocab_size:,}; set {remedy} to {manifest.vocab_size:,} or "
+                "more"
             )
     kept = pathlib.Path(config.out) / TOKENIZER
     if kept.exists() and kept.read_bytes() != _tokenizer(config):
         raise UsageError(
-            f"{kept} is another tokenizer than that of {config.data.sources[0].place}; prepare the "
-            f"data with --tokenizer {kept}, or change out"
+            f"{kept} is not the tokenizer of {config.data.sources[0].place}; prepare the data "
+            f"with --tokenizer {kept}, or change out"
         )
 
 

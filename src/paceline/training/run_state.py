@@ -153,8 +153,8 @@ class RunStates:
         saved = identity_of(source.checkpoint)
         if difference := saved.difference(self._identity):
             raise UsageError(
-                f"{self._place}: step {source.checkpoint.step} is of another model: {difference}; "
-                "change out, or the model"
+                f"{self._place}: the checkpoint of step {source.checkpoint.step} is of another "
+                f"model: {difference}; change out, or the model"
             )
         has_trained = saved.data is not None
         optimizers = trainee.optimizers if has_trained else {}

@@ -92,5 +92,5 @@ class StopRequest:
 
 def _leave(why: str) -> NoReturn:
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
-    os.write(2, f"{shown}paceline: {why}; the last checkpoint is what there is\n".encode())
+    os.write(2, f"{shown}paceline: {why}; resume from the last checkpoint\n".encode())
     os._exit(STOPPED)

@@ -29,7 +29,7 @@ def read_config(path: pathlib.Path, changes: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"{path}: {error.strerror}; `paceline train init > {path}` makes one"
+            f"{path}: {error.strerror}; `paceline train init > {path}` creates one"
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text file: {error.reason}") from error

@@ -27,14 +27,17 @@ WORK = Work(
         (ParallelLayout(replicate=2, shard=2, sharding="optimizer"), ["ZeRO-1"]),
         (
             ParallelLayout(replicate=2, sharding="parameters"),
-            ["replicate 2 leaves no ranks to shard parameters over; take replicate 1"],
+            ["replicate 2 leaves no ranks to shard parameters over; use replicate 1"],
         ),
         (ParallelLayout(replicate=2, context=2, sharding="parameters"), []),
         (ParallelLayout(tensor=3), ["8 heads", "4 key-value heads"]),
         (ParallelLayout(tensor=4), ["90 channels of the feed-forward"]),
         (ParallelLayout(tensor=8), ["4 key-value heads", "90 channels of the feed-forward"]),
-        (ParallelLayout(context=5), ["sequences of 10 equal parts, and one has 48"]),
-        (ParallelLayout(pipeline=2, pipeline_interleave=3), ["no block each of 4 layers"]),
+        (ParallelLayout(context=5), ["context length divisible by 10, not 48"]),
+        (
+            ParallelLayout(pipeline=2, pipeline_interleave=3),
+            ["need a block each, and the model has 4 layers"],
+        ),
         (ParallelLayout(pipeline_interleave=2), ["interleave without a pipeline"]),
     ],
 )
@@ -57,9 +60,9 @@ def test_sequence_parallelism_splits_what_a_context_rank_has() -> None:
     [
         (4, 1, None),
         (3, 1, None),
-        (1, 1, "pipeline 2 needs as many micro-batches, and a step has 1"),
+        (1, 1, "pipeline 2 needs at least as many micro-batches, and a step has 1"),
         (4, 2, None),
-        (3, 2, "interleave 2 needs micro-batches in rounds of 2, and a step has 3"),
+        (3, 2, "interleave 2 needs a multiple of 2 micro-batches, and a step has 3"),
     ],
 )
 def test_micro_batches_of_a_pipeline(passes: int, interleave: int, reason: str | None) -> None:

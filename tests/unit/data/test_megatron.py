@@ -83,9 +83,9 @@ def test_tokens_are_ended_once_and_must_be_in_the_vocabulary(tmp_path: pathlib.P
     [
         (b"", "cannot be read"),
         (b"MMIDIDX\x00\x00" + bytes(10), "truncated"),
-        (b"XXXXXXX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0), "not an index"),
-        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 2, 8, 0, 0), "not an index"),
-        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 7, 0, 0), "not an index"),
+        (b"XXXXXXX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0), "not a Megatron index"),
+        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 2, 8, 0, 0), "not a Megatron index"),
+        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 7, 0, 0), "not a Megatron index"),
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 10**9, 1), "truncated"),
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQqq", 1, 8, 0, 2, 1, 0), "do not cover"),
     ],

@@ -64,5 +64,5 @@ def test_a_prompt_is_needed(model: TransformerLM) -> None:
         next(generate(model, torch.tensor([1]), 3, temperature=-1))
     with pytest.raises(UsageError, match="top-k 0 leaves no token"):
         next(generate(model, torch.tensor([1]), 3, top_k=0))
-    with pytest.raises(UsageError, match="24 tokens leaves no room in the model's context of 24"):
+    with pytest.raises(UsageError, match="24 tokens fills the model's context of 24"):
         next(generate(model, torch.ones(24, dtype=torch.int64), 3))

@@ -126,5 +126,5 @@ def test_a_layout_that_cannot_run_is_refused(
 
 
 def test_a_plan_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(PacelineError, match="plan search --runnable --out makes a plan"):
+    with pytest.raises(PacelineError, match="plan search --runnable --out writes a plan"):
         read_plan(tmp_path / "plan.json")

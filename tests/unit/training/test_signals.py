@@ -61,7 +61,7 @@ def test_a_second_signal_leaves_at_once(number: signal.Signals) -> None:
     process.send_signal(number)
     _, error = process.communicate(timeout=3)
     assert process.returncode == 143
-    assert f"a second {number.name}; the last checkpoint is what there is" in error
+    assert f"a second {number.name}; resume from the last checkpoint" in error
 
 
 def test_who_cannot_save_in_time_leaves() -> None:

@@ -7,9 +7,9 @@ gradients become ready evenly over backward, without contention.
 s bytes in n buckets, w bytes per second, a latency of o seconds, backward of T seconds.
 Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
 
-- If c <= T/n, the line is always free again in time, and only the last bucket is exposed:
-  exposed = c = o + s/(nw).
-- Otherwise the line never rests after the first bucket: the end is T/n + nc, and
+- If c <= T/n, the link is idle again before the next bucket is ready, and only the last bucket is
+  exposed: exposed = c = o + s/(nw).
+- Otherwise the link is busy without a pause after the first bucket: the end is T/n + nc, and
   exposed = T/n + no + s/w - T.
 
 The two meet where c = T/n, and the larger of both is the exposed time for every n. The first falls
@@ -87,7 +87,7 @@ def explain_overhead(
         assumption = "computing a bucket takes as long as sending its bytes"
         overhead = (
             "overhead(n) = s / (n w) + n o",
-            "n buckets, of which only the last one's bytes are left to send at the end",
+            "n buckets; after backward, only the bytes of the last one are left to send",
             "a sum that falls with n, then rises",
         )
         best, value = (
@@ -101,7 +101,7 @@ def explain_overhead(
         assumption = "gradients become ready evenly over backward of T seconds"
         overhead = (
             "exposed(n) = max(o + s / (n w), T / n + n o + s / w - T)",
-            "only the last bucket left to send, or a line that never rests",
+            "only the last bucket is left to send, or the link is busy without a pause",
             "a maximum that falls with n, then rises",
         )
         best, value = "n* = max(sqrt(T / o), (T - s / w) / o)", "exposed(n*)"

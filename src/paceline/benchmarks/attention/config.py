@@ -29,26 +29,26 @@ class AttentionCase(TimedCase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSweep:
-    """Time attention forward and backward, and what it keeps for backward."""
+    """Time attention forward and backward, and measure the memory it saves for backward."""
 
     implementation: tuple[AttentionKind, ...] = ("naive",)
-    """Which implementations to measure, in turn."""
+    """Implementations to measure, one after the other."""
     head_dim: tuple[int, ...] = (16, 32, 64, 128)
-    """Widths of the one head."""
+    """Head dimensions; there is one head."""
     context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Sequence lengths."""
+    """Context lengths, in tokens."""
     batch: int = 8
-    """Sequences."""
+    """Sequences per batch."""
     dtype: tuple[PrecisionName, ...] = ("float32",)
     """dtypes of queries, keys and values."""
     causal: bool = False
-    """Mask later positions."""
+    """Use a causal mask."""
     compile: bool = False
     """Compile the operation with torch.compile."""
     warmup: int = 5
-    """Forward and backward passes to run before measuring."""
+    """Warm-up: forward and backward passes before measuring."""
     steps: int = 100
-    """Forward and backward passes to measure; on CUDA, about as many."""
+    """Forward and backward passes to measure; on CUDA, approximate."""
     device: DeviceName = "auto"
     """Device to run on."""
     limits: RunLimits = dataclasses.field(default_factory=lambda: RunLimits(time_limit_s=30.0))

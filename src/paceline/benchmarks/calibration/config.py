@@ -45,19 +45,19 @@ class ComputeShapes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationSweep(RankSweep):
-    """Measure what this machine reaches on the parts of a training step."""
+    """Measure the speed of this machine on the parts of a training step."""
 
     model: tuple[ModelName, ...] = ("bytes-34M",)
-    """Presets whose own matrices and attention are timed."""
+    """Model presets whose matmuls and attention are timed."""
     batch: tuple[int, ...] = (4,)
     """Sequences per rank and step."""
     context: int = 128
     """Context length, in tokens."""
     time_limit_s: float = 45.0
-    """Seconds for all of it, about half for computing and half for communication; starting ranks
-    and slow links come on top."""
+    """Seconds for all measurements, about half for computing and half for communication. Starting
+    ranks, and slow links, take extra time."""
     timeout_s: float = 120.0
-    """Seconds after which a collective that makes no progress is an error."""
+    """Seconds after which a collective without progress is an error."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
 
     def __post_init__(self) -> None:

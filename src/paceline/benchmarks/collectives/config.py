@@ -29,18 +29,18 @@ class CollectiveSweep:
     sizes: tuple[str, ...] = ("1MB", "10MB", "100MB", "1GB")
     """Message sizes; MB is 10^6 bytes, MiB 2^20."""
     world_sizes: tuple[int, ...] = ()
-    """Numbers of ranks to start, by default 2 and 4; under torchrun, Slurm or the lab the ranks
-    are there already, and this must be left out."""
+    """Numbers of ranks to start; by default 2 and 4. Leave this out under torchrun, Slurm or the
+    lab, which start the ranks themselves."""
     warmup: int = 3
-    """Calls to run before measuring, at least one."""
+    """Warm-up calls before measuring, at least one."""
     steps: int = 20
     """Calls to measure."""
     device: DeviceName = "auto"
-    """cuda measures NCCL between GPUs, cpu gloo."""
+    """cuda measures NCCL between GPUs; cpu measures gloo."""
     time_limit_s: float = 20.0
-    """Seconds of measuring per case; fewer calls are measured where they would take longer."""
+    """Seconds of measuring per case; slow cases are measured with fewer calls."""
     timeout_s: float = 120.0
-    """Seconds after which a collective that makes no progress is an error."""
+    """Seconds after which a collective without progress is an error."""
 
     def __post_init__(self) -> None:
         require_counts(warmup=(self.warmup,), steps=self.steps)

@@ -47,13 +47,13 @@ class TimedCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """What one case may use."""
+    """Memory and time limits of one case."""
 
     memory_limit_gib: float | None = None
-    """Memory that one case may take, in GiB; by default most of what is free. On CUDA it only
-    decides what is skipped: the device itself says when it is full."""
+    """Memory limit of one case in GiB; by default, most of the free memory. On CUDA, the limit only
+    decides which cases are skipped; the device enforces its own limit."""
     time_limit_s: float = 300.0
-    """Seconds of warm-up and measuring per case; what was sampled by then, at least once, is the
+    """Seconds of warm-up and measuring per case; the samples until then, at least one, are the
     result."""
 
     def __post_init__(self) -> None:
@@ -68,14 +68,14 @@ class RankSweep:
     """Options of every measurement on several ranks."""
 
     world_size: int | None = None
-    """Ranks to start, by default 2; under torchrun, Slurm or the lab the ranks are there already,
-    and this must be left out."""
+    """Number of ranks to start; by default 2. Leave this out under torchrun, Slurm or the lab,
+    which start the ranks themselves."""
     device: DeviceName = "auto"
-    """cuda measures NCCL between GPUs, cpu gloo."""
+    """cuda measures NCCL between GPUs; cpu measures gloo."""
     timeout_s: float = 300.0
-    """Seconds after which a collective that makes no progress is an error."""
+    """Seconds after which a collective without progress is an error."""
     time_limit_s: float = 300.0
-    """Seconds of measuring per case; what was measured by then, at least once, is the result."""
+    """Seconds of measuring per case; the samples until then, at least one, are the result."""
 
     def __post_init__(self) -> None:
         if self.world_size is not None and self.world_size < 1:
@@ -86,7 +86,7 @@ class RankSweep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeOverrides:
-    """Dimensions that replace those of a preset, for a shape that has no name."""
+    """Dimensions that override those of a model preset."""
 
     vocab_size: int | None = None
     """Vocabulary size."""
@@ -95,13 +95,13 @@ class ShapeOverrides:
     d_ff: int | None = None
     """Width of the feed-forward layer."""
     num_layers: int | None = None
-    """Number of blocks."""
+    """Number of transformer blocks."""
     num_heads: int | None = None
-    """Query heads."""
+    """Query heads per attention layer."""
     num_kv_heads: int | None = None
-    """Key and value heads."""
+    """Key-value heads (grouped-query attention)."""
     tied_embeddings: bool = False
-    """Let the output layer reuse the embedding."""
+    """Reuse the embedding's weights in the output layer."""
 
     def apply(self, name: str) -> tuple[str, ModelShape]:
         """Returns the preset as it is, or under the name custom with what was replaced."""

@@ -53,7 +53,7 @@ def isolated_records(
         needed = subject.minimum_bytes(case)
         if reason is None and usable is not None and needed > usable:
             reason = (
-                f"needs at least {format_binary_bytes(needed)}, "
+                f"needs at least {format_binary_bytes(needed)}, but only "
                 f"{format_binary_bytes(usable)} may be used"
             )
         if reason is None:

@@ -78,11 +78,15 @@ def run_isolated(
 def _died(exit_code: int | None, memory_limit_bytes: int | None) -> IsolatedRun[Any]:
     if exit_code == -signal.SIGKILL:
         return IsolatedRun(
-            outcome="out_of_memory", reason="killed by the kernel, which does so out of memory"
+            outcome="out_of_memory", reason="killed by the kernel, as it does when memory runs out"
         )
-    limit = "" if memory_limit_bytes is None else f" at {format_binary_bytes(memory_limit_bytes)}"
+    limit = (
+        ""
+        if memory_limit_bytes is None
+        else f", memory limit {format_binary_bytes(memory_limit_bytes)}"
+    )
     return IsolatedRun(
-        outcome="failed", reason=f"the process ended with code {exit_code}{limit} and no result"
+        outcome="failed", reason=f"the process ended without a result: exit code {exit_code}{limit}"
     )
 
 

@@ -86,7 +86,7 @@ def measuring_ranks(
     for world_size in world_sizes or default:
         if chosen.type == "cuda" and torch.cuda.device_count() < world_size:
             raise UsageError(
-                f"{world_size} ranks need as many GPUs, this machine has "
+                f"{world_size} ranks need as many GPUs, but this machine has "
                 f"{torch.cuda.device_count()}; use --device cpu or a smaller {flag}"
             )
         backend = "nccl" if chosen.type == "cuda" else "gloo"

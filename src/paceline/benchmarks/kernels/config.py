@@ -28,20 +28,20 @@ class KernelCase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSweep:
-    """Compile the attention kernels ahead of time, without a GPU, and tell what they take."""
+    """Compile the attention kernels ahead of time, without a GPU, and show their resource use."""
 
     architecture: tuple[Architecture, ...] = ("sm80", "sm86", "sm90", "sm100", "gfx942")
     """GPUs to compile for: A100, RTX 3090, H100, B200, MI300X."""
     dtype: tuple[PrecisionName, ...] = ("bfloat16",)
     """dtypes of queries, keys and values."""
     head_dim: tuple[int, ...] = (64, 128)
-    """Widths of a head."""
+    """Head dimensions."""
     mask: tuple[Mask, ...] = ("causal", "full")
-    """Masks: causal hides later positions."""
+    """Attention masks: causal, or full for no mask."""
     lengths: tuple[Lengths, ...] = ("even", "ragged")
-    """Lengths of sequences: even ones are divided by the tiles and need no mask at the end."""
+    """Sequence lengths: even lengths are multiples of the tile and need no mask at the end."""
     group: tuple[int, ...] = (1, 4)
-    """Query heads per key head; more than one compiles to a loop over them."""
+    """Query heads per key-value head; more than one compiles to a loop over them."""
 
     def __post_init__(self) -> None:
         if not all(1 <= head_dim <= _LARGEST_HEAD_DIM for head_dim in self.head_dim):

@@ -30,22 +30,22 @@ class LayoutCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutSweep(RankSweep):
-    """Time training steps of one batch under several layouts, in turn on the same ranks."""
+    """Time training steps of one batch under several layouts, interleaved on the same ranks."""
 
     layouts: tuple[str, ...] = ("replicate=2,micro=1", "pipeline=2,micro=1")
-    """Layouts such as pipeline=2,interleave=2,micro=1: replicate, shard (with zero=2 or 3),
-    context, tensor (with sp=1), pipeline, interleave, and the sequences of a micro-batch."""
+    """Layouts such as pipeline=2,interleave=2,micro=1. Keys: replicate, shard (with zero=2 or 3),
+    context, tensor (with sp=1), pipeline, interleave, micro (sequences per micro-batch)."""
     model: tuple[ModelName, ...] = ("small",)
-    """Presets to measure."""
+    """Model presets to measure."""
     batch_size: int = 8
-    """Sequences per step, over all ranks."""
+    """Global batch size: sequences per step, over all ranks."""
     context: int = 128
     """Context length, in tokens."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
     warmup: int = 2
-    """Rounds to run before measuring."""
+    """Warm-up rounds before measuring."""
     rounds: int = 10
-    """Rounds to measure: one step of every layout."""
+    """Rounds to measure; a round is one step of every layout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,13 +81,13 @@ def _require_runs(case: LayoutCase, written: WrittenLayout) -> None:
     per_pass = written.layout.data_parallel * written.micro_batch
     if case.batch_size % per_pass:
         raise UsageError(
-            f"--layouts {written.text}: {per_pass} sequences in a pass do not divide --batch-size "
-            f"{case.batch_size}"
+            f"--layouts {written.text}: --batch-size {case.batch_size} is not divisible by the "
+            f"{per_pass} sequences of a pass; change --batch-size or micro"
         )
     if written.zero_bubble and written.layout.sharding == "parameters":
         raise UsageError(
             f"--layouts {written.text}: torch's zero bubble loses the gradients of parameters that "
-            "ZeRO-3 reshards after forward; take zero=2, or leave zb out"
+            "ZeRO-3 reshards after forward; use zero=2, or leave zb out"
         )
     work = Work(
         shape=case.shape,

@@ -62,9 +62,9 @@ def parse_layout(text: str) -> WrittenLayout:
     shard = numbers.get("shard", 1)
     stage = numbers.get("zero", 3 if shard > 1 else 0)
     if stage >= len(SHARDINGS):
-        raise UsageError(f"layout {text!r}: zero={stage} is no stage; take 0, 1, 2 or 3")
+        raise UsageError(f"layout {text!r}: zero={stage} is not a ZeRO stage; use 0, 1, 2 or 3")
     if numbers.get("micro") == 0:
-        raise UsageError(f"layout {text!r}: micro=0 has no sequences; take 1 or more")
+        raise UsageError(f"layout {text!r}: micro=0 has no sequences; use 1 or more")
     try:
         layout = ParallelLayout(
             replicate=numbers.get("replicate", 1),

@@ -37,7 +37,7 @@ def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress
     """
     cases = list(sweep.cases())
     if len(cases) != 1:
-        raise UsageError("one trace is of one --model")
+        raise UsageError("a trace shows one model; give exactly one --model")
     (case,) = cases
     records: list[Record] = []
     for ranks in layout_ranks(sweep, case):

@@ -20,7 +20,7 @@ class OptimizerCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSweep(StrategySweep):
-    """Measure what the memory of a step holds, with and without sharding, beside its prediction."""
+    """Measure the memory of a step with and without sharding, next to its prediction."""
 
     strategies: tuple[StrategyChoice, ...] = (
         "torch_ddp",
@@ -30,19 +30,19 @@ class OptimizerSweep(StrategySweep):
         "fully_sharded",
         "torch_fsdp2",
     )
-    """Strategies to measure, one after the other, so that a rank never holds two models."""
+    """Strategies to measure, one after the other; a rank never holds two models."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
-    """Bucket size in MiB for the strategies that have buckets."""
+    """Bucket size in MiB, for the strategies that have buckets."""
     warmup: int = 3
-    """Steps to run before measuring times, at least one, after those that memory is measured in."""
+    """Warm-up steps between measuring memory and measuring times, at least one."""
     steps: int = 10
-    """Steps to measure times of."""
+    """Steps whose times are measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_counts(warmup=(), steps=self.steps)
         if self.warmup < 1:
-            raise UsageError("--warmup must be at least 1: it tells how long a step takes")
+            raise UsageError("--warmup must be at least 1, to estimate the step time")
         if not self.bucket_size_mb > 0:
             raise UsageError("--bucket-size-mb must be positive")
 

@@ -42,29 +42,29 @@ class StepCase(TimedCase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSweep:
-    """Time forward, backward and optimizer of a language model, and its peak memory."""
+    """Time forward, backward and optimizer of a language model, and measure its peak memory."""
 
     model: tuple[ModelName, ...] = ("small",)
-    """Presets to measure."""
+    """Model presets to measure."""
     context: tuple[int, ...] = (128,)
     """Context lengths, in tokens."""
     batch: int = 4
     """Sequences per step."""
     phase: tuple[Phase, ...] = ("train",)
-    """Part of a step to run: train includes AdamW."""
+    """Parts of a step to run; train includes AdamW."""
     precision: tuple[PrecisionName, ...] = ("float32",)
     """dtypes to compute in; bfloat16 and float16 are autocast."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
-    """Compile each block on its own."""
+    """Compile each block separately with torch.compile."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each block's activations during backward."""
+    """full recomputes each block's activations during backward."""
     attention: AttentionImplementation = "auto"
-    """What computes attention: auto takes Triton on CUDA and torch's fused kernel elsewhere; naive
-    stores all scores."""
+    """Attention implementation: auto uses Triton on CUDA and torch's fused kernel elsewhere; naive
+    stores all attention scores."""
     warmup: tuple[int, ...] = (5,)
-    """Steps to run before measuring."""
+    """Numbers of warm-up steps before measuring."""
     steps: int = 10
     """Steps to measure."""
     device: DeviceName = "auto"
@@ -75,7 +75,7 @@ class StepSweep:
     def __post_init__(self) -> None:
         require_counts(warmup=self.warmup, steps=self.steps)
         if self.compile and self.compile_blocks:
-            raise UsageError("--compile and --compile-blocks exclude each other")
+            raise UsageError("--compile and --compile-blocks exclude each other; leave one out")
 
     def cases(self) -> Iterator[StepCase]:
         """Yields every combination, models in the outer loop."""

@@ -74,8 +74,8 @@ def _require_memory(case: StepCase, device: torch.device) -> None:
     usable = usable_memory_bytes(device)
     if usable is not None and needed > usable:
         raise UsageError(
-            f"--model {case.model} needs at least {format_binary_bytes(needed)}, "
-            f"{format_binary_bytes(usable)} may be used; take a smaller model or batch"
+            f"--model {case.model} needs at least {format_binary_bytes(needed)}, but only "
+            f"{format_binary_bytes(usable)} may be used; use a smaller model or batch"
         )
 
 

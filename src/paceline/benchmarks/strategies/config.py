@@ -57,9 +57,9 @@ class StrategySweep(RankSweep):
     """Options of every measurement of strategies."""
 
     strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed")
-    """Strategies to compare; ratios are to the first."""
+    """Data-parallel strategies to compare; ratios are relative to the first one."""
     model: tuple[ModelName, ...] = ("small",)
-    """Presets to measure."""
+    """Model presets to measure."""
     batch: int = 4
     """Sequences per rank and step."""
     context: int = 128
@@ -67,7 +67,7 @@ class StrategySweep(RankSweep):
     precision: PrecisionName = "float32"
     """dtype to compute in; bfloat16 and float16 are autocast."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each block's activations during backward."""
+    """full recomputes each block's activations during backward."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
 
     def __post_init__(self) -> None:
@@ -91,26 +91,26 @@ class StrategySweep(RankSweep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelSweep(StrategySweep):
-    """Time training steps under several data-parallel strategies, in turn on the same ranks."""
+    """Time training steps under several data-parallel strategies, interleaved on the same ranks."""
 
     bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
-    """Bucket sizes in MiB for the strategies that have buckets; auto is for bucketed only."""
+    """Bucket sizes in MiB, for the strategies that have buckets; auto is only for bucketed."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
-    """Compile each block on its own."""
+    """Compile each block separately with torch.compile."""
     warmup: int = 5
-    """Rounds to run before measuring; auto needs five."""
+    """Warm-up rounds before measuring; auto needs at least five."""
     rounds: int = 20
-    """Rounds to measure: one step of every strategy."""
+    """Rounds to measure; a round is one step of every strategy."""
     time_limit_s: float = 900.0
-    """Seconds of rounds per model; what was measured by then, at least one round, is the result."""
+    """Seconds of rounds per model; the rounds until then, at least one, are the result."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_counts(warmup=(self.warmup,), steps=self.rounds, name="--rounds")
         if "auto" in self.bucket_size_mb and self.warmup < AUTO_WARMUP:
-            raise UsageError(f"--warmup must be at least {AUTO_WARMUP} where auto is to choose")
+            raise UsageError(f"--warmup must be at least {AUTO_WARMUP} with --bucket-size-mb auto")
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
             raise UsageError("--bucket-size-mb must be positive, or auto")
 

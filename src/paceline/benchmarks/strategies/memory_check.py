@@ -33,8 +33,8 @@ def memory_obstacle(
         return None
     shared = "a GPU" if ranks.topology["device"] == "cuda" else "the ranks of a host"
     return (
-        f"{shared} would need at least {format_binary_bytes(needed)}, "
-        f"{format_binary_bytes(usable)} may be used; take a smaller --model or fewer --strategies"
+        f"{shared} would need at least {format_binary_bytes(needed)}, but only "
+        f"{format_binary_bytes(usable)} may be used; use a smaller --model or fewer --strategies"
     )
 
 

@@ -50,7 +50,7 @@ def trace_data_parallel(
     """Traces all strategies; returns the records, on the first rank only."""
     cases = list(sweep.cases())
     if len(cases) != 1:
-        raise UsageError("--model: one trace is of one model; name exactly one")
+        raise UsageError("--model: a trace shows one model; give exactly one")
     records: list[Record] = []
     for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
         strategies = [variant.strategy for variant in cases[0].variants]

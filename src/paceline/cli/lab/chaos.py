@@ -19,57 +19,57 @@ _DISK_FULL_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChaosCommand:
-    """Run a command and break things under it: processes, links, its disk, its checkpoints.
+    """Run a command and inject faults: into its processes, links, disk and checkpoints.
 
-    Acts only on processes that the command started, on hosts that it made, and on the run's own
-    directory. Starts the command again when it fails. Exit code 0: nothing was lost, every sample
-    was used exactly once, no process was left behind.
+    Acts only on processes that the command started, on the lab's virtual hosts, and on the run's
+    directory. Restarts the command when it fails. Exit code 0 means that nothing was lost, every
+    sample was used exactly once, and no process was left behind.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")]
-    """The command and its arguments, after --: a paceline train."""
+    """Command to run, after --: paceline train with its arguments."""
     directory: Annotated[pathlib.Path, tyro.conf.arg(name="run")]
-    """Directory of the run, which its config calls out."""
+    """Directory of the run, named by out in its config."""
     kill_every: str | None = None
-    """Kill a random rank about so often, such as 30s."""
+    """Kill a random rank about this often, such as 30s."""
     every: str = "30s"
-    """How often each other kind of fault comes."""
+    """About how often each other kind of fault occurs."""
     stop: str | None = None
-    """Stop a random rank (SIGSTOP) for so long, such as 5s."""
+    """Stop a random rank (SIGSTOP) for this long, such as 5s."""
     link_down: str | None = None
-    """Take a host's link down for so long; needs --hosts."""
+    """Take a host's link down for this long; needs --hosts."""
     link_slow: str | None = None
-    """Slow a host's link down to 50 Mbit/s for so long; needs --hosts."""
+    """Slow a host's link down to 50 Mbit/s for this long; needs --hosts."""
     link_loss: str | None = None
-    """Lose 2% of a host's packets for so long; needs --hosts and iptables."""
+    """Drop 2% of a host's packets for this long; needs --hosts and iptables."""
     disk_full: bool = False
-    """Fill the disk of the run for 5 s; the disk is a tmpfs that is mounted for it, as root."""
+    """Fill the disk of the run for 5 s; needs root, to mount a tmpfs as this disk."""
     disk_size: str = "1GB"
-    """Size of that disk."""
+    """Size of the disk for --disk-full."""
     corrupt: bool = False
-    """Flip a bit in the newest checkpoint, or cut a file of it, and kill a rank."""
+    """Flip a bit in the newest checkpoint, or truncate one of its files, and kill a rank."""
     any_process: bool = False
-    """Kill and stop launchers and helpers, too, not ranks alone."""
+    """Also kill and stop launchers and helper processes, not only ranks."""
     hosts: int = 0
-    """Run the command once on each of so many hosts of the lab, as lab run does."""
+    """Run the command once on each of this many virtual hosts, as lab run does."""
     duration: Annotated[str, tyro.conf.arg(name="for")] = "5min"
-    """No fault comes after this; the run is then left to finish."""
+    """How long to inject faults; the run is then left to finish."""
     finish_within: str = "10min"
-    """How long it may take for that."""
+    """Time that the run may take to finish after the faults."""
     recover_within: str = "120s"
-    """How long after a fault the next step may come; if none does, the run is lost."""
+    """Time for the next step after a fault; without one, the run counts as lost."""
     steps_between: int = 10
-    """Steps that the run makes after a fault before the next one comes."""
+    """Steps that the run makes after a fault before the next fault."""
     seed: int = 0
-    """Decides on times and targets."""
+    """Random seed of the times and targets of faults."""
     no_restart: bool = False
-    """Leave restarts to the command."""
+    """Do not restart the command; leave restarts to the command itself."""
     reference: pathlib.Path | None = None
-    """A run that was never disturbed: losses must be equal to the bit."""
+    """Directory of an undisturbed run; the losses must be bit-identical to its losses."""
     figure: pathlib.Path | None = None
     """Draw steps and faults over time: a file that ends in .png or .svg."""
     store: pathlib.Path | None = None
-    """JSON Lines file to append a record per fault and one of the run to."""
+    """JSON Lines file to append one record per fault and one of the run to."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def __post_init__(self) -> None:

@@ -26,15 +26,15 @@ class RunCommand:
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")]
     """The command and its arguments, after --."""
     hosts: int = 2
-    """Virtual hosts, each in a network namespace of its own."""
+    """Number of virtual hosts, each in its own network namespace."""
     ranks_per_host: int = 1
     """Ranks on each host."""
     rate: str | None = None
-    """Rate of each host's link in each direction, such as 2gbit; unshaped by default."""
+    """Bandwidth of each host's link in each direction, such as 2gbit; by default, not limited."""
     delay: str | None = None
-    """Delay from host to host, such as 5ms; needs netem in the kernel."""
+    """Delay between hosts, such as 5ms; needs netem in the kernel."""
     loss: str | None = None
-    """Share of packets lost, such as 1%."""
+    """Fraction of packets that are lost, such as 1%."""
 
     def run(self) -> int:
         """Returns the command's exit code."""
@@ -57,9 +57,9 @@ class RunCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmCommand:
-    """Start, stop or look at a throw-away Slurm on this machine.
+    """Start, stop or inspect a throw-away Slurm cluster on this machine.
 
-    start prints the line that points Slurm's commands at it; use it with eval.
+    start prints the shell line that points Slurm's commands at this cluster; run it with eval.
     """
 
     action: Annotated[Literal["start", "stop", "status"], tyro.conf.Positional]
@@ -69,9 +69,9 @@ class SlurmCommand:
     cpus_per_node: int = 4
     """CPUs that each node claims to have."""
     gpus_per_node: int = 2
-    """GPUs that each node claims to have; there is nothing behind them."""
+    """GPUs that each node claims to have; there are no real ones behind them."""
     directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / f"paceline-slurm-{os.geteuid()}"
-    """Directory that the cluster keeps everything in."""
+    """Directory for all files of the cluster."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def run(self) -> int:
@@ -101,7 +101,7 @@ class SlurmCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabCommand:
-    """A slow network, a scheduler or faults on this machine, to see what a cluster would do."""
+    """Emulate a cluster on this machine: a slow network, a Slurm scheduler, faults."""
 
     part: (
         Annotated[RunCommand, tyro.conf.subcommand("run")]

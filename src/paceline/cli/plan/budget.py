@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetCommand:
-    """Find the fewest and the cheapest devices that spend a budget of FLOPs by a deadline.
+    """Find the smallest and the cheapest cluster that spends a budget of FLOPs by a deadline.
 
-    For every number of devices the best layout is searched; failures, restarts and checkpoints
-    are counted in.
+    Searches the best layout for every number of devices. Times include failures, restarts and
+    checkpoints.
     """
 
     flops: str
     """Model FLOPs of the run, such as 1e24."""
     deadline: str = "30d"
-    """Time for the run, such as 30d, 12h or 2w."""
+    """Maximum duration of the run, such as 30d, 12h or 2w."""
     model: ModelName | None = None
-    """A preset; by default the size at which 20 tokens per parameter spend the budget."""
+    """Model preset; by default, the size that spends the budget at 20 tokens per parameter."""
     cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
     output: Flat[OutputOptions]
 

@@ -12,17 +12,17 @@ from paceline.core.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateRowsCommand:
-    """Fit what a framework reaches on a device to measured runs, one JSON object per line.
+    """Calibrate the planner for a framework and device from your own measured runs.
 
-    Rows have the fields of the published ones: framework, model, device, precision, devices,
-    context_length, global_batch, micro_batch, data, measured and unit, and every axis that is not
-    1. Rows of several frameworks become several calibrations.
+    Each row is a JSON object with the fields of the published runs: framework, model, device,
+    precision, devices, context_length, global_batch, micro_batch, data, measured and unit, and
+    every parallel axis that is not 1. Rows of several frameworks give several calibrations.
     """
 
     rows: Annotated[pathlib.Path, tyro.conf.Positional]
-    """JSON Lines of measured runs."""
+    """JSON Lines file of measured runs."""
     with_published: bool = False
-    """Fit the published rows of the same framework too; a few rows of one's own then suffice."""
+    """Also fit the published runs of the same framework; a few runs of your own are then enough."""
     out: pathlib.Path | None = None
     """JSON Lines file to write the calibrations to, for plan search --calibration."""
     output: Flat[OutputOptions]

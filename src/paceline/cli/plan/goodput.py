@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputCommand:
-    """Simulate long runs: restarts or replicas, with and without spares, each kind of checkpoint.
+    """Simulate failures in long runs: restarts or replicas, spare hosts, kinds of checkpoints.
 
-    Rates of failures are those of Llama 3 unless told otherwise; the constants are of a cluster,
-    or as measured on a small machine, and any of them can be replaced.
+    By default, devices fail as often as in the training of Llama 3. Times are those of large
+    clusters or those measured on a small machine; flags override them.
     """
 
     devices: tuple[int, ...] = (1_024, 16_384, 100_000)
-    """Devices of the run."""
+    """Numbers of devices to simulate."""
     days: float = 60.0
-    """Length of the run."""
+    """Length of the run, in days."""
     constants: Literal["cluster", "measured"] = "cluster"
-    """Where times come from: large runs, or this project on a small machine."""
+    """Where times come from: reports of large runs, or Paceline measured on a small machine."""
     device_interval_h: float | None = None
-    """Mean hours between two failures of one device; Llama 3's by default, 50,700."""
+    """Mean hours between failures of one device; by default 50,700, as for Llama 3."""
     detection: str | None = None
-    """From a failure until the job is stopped, such as 30s."""
+    """Time from a failure until the job is stopped, such as 30s."""
     restart: str | None = None
-    """Start of all ranks, such as 5min; the rendezvous comes on top."""
+    """Time to start all ranks, such as 5min; the rendezvous comes on top."""
     heal: str | None = None
-    """Restart of one replica, with its state from a peer."""
+    """Time to restart one replica, with its state from a peer."""
     devices_per_replica: int = 128
     """Devices that hold one copy of the model."""
     state_per_device: str | None = None
-    """Bytes that a device saves, such as 300MB."""
+    """Bytes that each device saves in a checkpoint, such as 300MB."""
     disk_bandwidth: str | None = None
-    """Of one device to disk when all write, such as 122MB/s."""
+    """Disk bandwidth of one device when all devices write, such as 122MB/s."""
     s3_bandwidth: str | None = None
-    """Of one device to S3 when all write."""
+    """S3 bandwidth of one device when all devices write."""
     stall: str | None = None
-    """How long a save stops training."""
+    """Time that saving a checkpoint stops training."""
     interval: str | None = None
-    """Training between saves; the best one by default."""
+    """Training time between checkpoints; by default, the best interval."""
     replay: bool = False
-    """Replay Llama 3's published interruptions instead, with what was not published varied."""
+    """Replay Llama 3's published interruptions instead; unpublished constants are varied."""
     trials: int = 8
-    """Simulated runs of each case."""
+    """Simulated runs per case."""
     seed: int = 0
-    """Seed of all."""
+    """Random seed of the simulations."""
     figure: pathlib.Path | None = None
     """Also draw goodput against devices: a file that ends in .png or .svg."""
     store: pathlib.Path | None = None
@@ -71,11 +71,13 @@ class GoodputCommand:
         if self.trials < 1 or not self.days > 0:
             raise UsageError("--trials and --days must be positive")
         if self.figure is not None and self.replay:
-            raise UsageError("--figure draws devices, of which --replay has one number")
+            raise UsageError(
+                "--figure plots goodput over devices, which --replay does not vary; leave one out"
+            )
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Simulates, and prints tables with what they assume."""
+        """Simulates, and prints tables with their assumptions."""
         return self._replay() if self.replay else self._simulate()
 
     def _simulate(self) -> int:

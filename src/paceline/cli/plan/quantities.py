@@ -18,7 +18,7 @@ def parse_batch_tokens(text: str, context_length: int) -> int:
         nearest = max(1, round(sequences))
         raise UsageError(
             f"--batch-tokens {text} is {sequences:.4g} sequences of {context_length:,} tokens; "
-            f"give a whole number of them, such as {nearest * context_length}"
+            f"give a multiple of the context length, such as {nearest * context_length}"
         )
     return int(sequences)
 

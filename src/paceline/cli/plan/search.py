@@ -26,32 +26,32 @@ SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), prese
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchCommand:
-    """Find the fastest layout: every axis, exactly, with what bounds it and what would help.
+    """Find the fastest parallel layout of a model, what bounds its step, and what would help.
 
-    All layouts that divide the model, the batch and the devices are evaluated; the best of each
-    mesh of tensor, context, pipeline and expert ranks is shown.
+    Evaluates every layout that divides the model, the batch and the devices, and shows the best
+    one of each mesh of tensor, context, pipeline and expert ranks.
     """
 
     model: SearchedModel = "llama3-8B"
-    """A preset; mixtures of experts have an expert axis as well."""
+    """Model preset; mixtures of experts also have an expert-parallel axis."""
     devices: int = 64
-    """Devices that are held."""
+    """Number of devices of the cluster."""
     cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
     tokens: str | None = None
-    """Tokens of the whole run, such as 1e12 or 15T: adds days with goodput, and device-hours."""
+    """Training tokens of the run, such as 1e12 or 15T: adds days with goodput, and device-hours."""
     top: int = 8
-    """Layouts to show."""
+    """Number of layouts to show."""
     compare: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Why not another: fields of a layout, such as tp=8,pp=2 (also dp, replicate, shard, sp, cp,
-    ep, vp, zero, micro, recompute)."""
+    """Explain why another layout is not the best: its fields, such as tp=8,pp=2 (also dp,
+    replicate, shard, sp, cp, ep, vp, zero, micro, recompute)."""
     runnable: bool = False
-    """Only what Paceline's own trainer runs."""
+    """Search only layouts that paceline train can run."""
     advice: bool = True
-    """What would help, by searching again with one thing changed; --no-advice leaves it out."""
+    """List what would help, from searches with one thing changed; --no-advice leaves it out."""
     figure: pathlib.Path | None = None
-    """Also draw days against device-hours for several numbers of devices: .png or .svg."""
+    """Also draw days over device-hours for several numbers of devices: a .png or .svg file."""
     out: pathlib.Path | None = None
-    """Directory for plan.json, torchtitan.toml, megatron.args and commands.sh of the best."""
+    """Directory for plan.json, torchtitan.toml, megatron.args, commands.sh of the best layout."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class SearchCommand:
         console = stdout_console()
         notes = [*([] if runs is None else run_lines(runs[0])), result.costs.note]
         if self.runnable:
-            notes.append("The rates are not those of paceline train: measure, or use plan step.")
+            notes.append("These rates are not those of paceline train: measure, or use plan step.")
         console.print(search_table(result, runs, notes))
         for comparison in compared:
             console.print(comparison_table(comparison))

@@ -26,26 +26,26 @@ class ClusterOptions:
     """Flags of the cluster and the batch."""
 
     device: Annotated[str, listed(device.name for device in known_devices())] = "h100-sxm"
-    """A device of the hardware table."""
+    """Kind of device, from the hardware table."""
     devices_per_host: int = 8
-    """Devices that share a host's links."""
+    """Devices per host, which share the host's links."""
     batch_tokens: str = "4M"
-    """Tokens of a step, such as 4M (4 x 2^20), 512K or 4194304."""
+    """Tokens per step, such as 4M (4 x 2^20), 512K or 4194304."""
     context: int | None = None
-    """Tokens of a sequence; the model's longest by default."""
+    """Context length in tokens; by default, the model's maximum."""
     precision: Literal["bfloat16", "float16", "float8", "float32"] = "bfloat16"
-    """dtype of matmuls; below 32 bits weights have a float32 copy."""
+    """dtype of matmuls; below float32, the weights have a float32 master copy."""
     calibration: str | None = None
-    """What devices reach with a framework: its name (nemo, llm-foundry), or a file of paceline plan
-    calibrate; the one of most measured runs by default."""
+    """Calibration of a framework on these devices: its name (nemo, llm-foundry), or a file of
+    paceline plan calibrate. By default, the one with the most measured runs."""
     network: str | None = None
-    """Bandwidth of one device between hosts, such as 400gbit; the calibration's by default."""
+    """Bandwidth per device between hosts, such as 400gbit; by default, the calibration's."""
     memory: str | None = None
-    """What a step may hold on one device, such as 72GiB; the device's memory by default."""
+    """Memory limit of a step on one device, such as 72GiB; by default, the device's memory."""
     price: float | None = None
     """Price of one device-hour, in any currency."""
     device_interval_h: float | None = None
-    """Mean hours between two failures of one device; Llama 3's by default, 50,700."""
+    """Mean hours between failures of one device; by default 50,700, as for Llama 3."""
 
     def __post_init__(self) -> None:
         if self.devices_per_host < 1:
@@ -154,7 +154,7 @@ class ClusterOptions:
                 each for each in own if (each.device, each.precision) == (self.device, dtype)
             ]
             if dtype == self.precision and not matching:
-                raise UsageError(f"{name}: no calibration for {self.device} with {dtype} in it")
+                raise UsageError(f"{name}: contains no calibration for {self.device} with {dtype}")
             return matching[0] if matching else None
         of_framework = None
         if name is not None:

@@ -32,11 +32,11 @@ class PlanStepCommand:
     """Predict the time of a training step from a calibration of the machine."""
 
     calibration: pathlib.Path
-    """Records of paceline calibrate; every topology in them gets a prediction."""
+    """Records of paceline calibrate; each topology in them gets a prediction."""
     model: tuple[ModelName, ...] = ("bytes-34M",)
-    """Presets."""
+    """Model presets."""
     strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed", "sharded")
-    """Strategies of paceline bench ddp; with one rank, only none is valid."""
+    """Data-parallel strategies, as in bench ddp; with one rank, only none is predicted."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
     batch: tuple[int, ...] = (4,)
@@ -44,8 +44,8 @@ class PlanStepCommand:
     context: int = 128
     """Context length, in tokens."""
     backtest: pathlib.Path | None = None
-    """Records of earlier predictions and their measurements, which correct this one and give it
-    an interval."""
+    """Records of earlier predictions and measurements, used to correct these predictions and to
+    give them an interval."""
     store: pathlib.Path | None = None
     """JSON Lines file to append the predictions to, for plan backtest."""
     output: Flat[OutputOptions]
@@ -103,22 +103,22 @@ class PlanStepCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestCommand:
-    """Compare predictions with measurements: error of each case, corrected by the others.
+    """Compare predictions with measurements: the error of each case, corrected by the others.
 
-    Without files: every prediction of every run that was made on this machine, by kind.
+    Without files, summarizes all predictions for runs on this machine, by kind.
     """
 
     records: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional] = ()
     """Files with predictions of paceline plan step and records of paceline bench ddp."""
     holdout: tuple[pathlib.Path, ...] = ()
-    """Files with further cases, which the first predict but which do not count in the summary."""
+    """Files with held-out cases, predicted from the other files and left out of the summary."""
     figure: pathlib.Path | None = None
     """Also draw all cases: a file that ends in .png or .svg."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if not self.records and (self.holdout or self.figure is not None):
-            raise UsageError("--holdout and --figure need files of records; name them")
+            raise UsageError("--holdout and --figure need files of records; give them as arguments")
         require_figure(self.figure)
 
     def run(self) -> int:
@@ -153,8 +153,8 @@ class BacktestCommand:
         found = coverage(read_history(path))
         if not found:
             raise UsageError(
-                f"{path}: no run was predicted yet; paceline loop, and paceline train with "
-                "--calibration, write there"
+                f"{path}: no predictions yet; paceline loop, and paceline train with "
+                "--calibration, write them"
             )
         if self.output.json:
             for each in found:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccountCommand:
-    """Answer the courses' communication accounting, in both conventions."""
+    """Answer the courses' questions on communication accounting, in both conventions."""
 
     model: ModelName = "xxl"
-    """A preset of plain feed-forward blocks."""
+    """Model preset with plain feed-forward blocks only."""
     output: Flat[OutputOptions]
 
     def run(self) -> int:
@@ -43,16 +43,16 @@ class AccountCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverheadCommand:
-    """Predict what communication adds to a data-parallel step, and the best bucket size."""
+    """Predict what communication adds to the time of a step, and find the best bucket size."""
 
     size: str
-    """Bytes of all gradients, such as 135MB."""
+    """Total size of the gradients, such as 135MB."""
     bandwidth: str
     """Algorithm bandwidth of an all-reduce: bytes over seconds, such as 1GB/s or 8Gbit/s."""
     latency: str
-    """Time of an all-reduce of few bytes, such as 1ms or 20us."""
+    """Latency of an all-reduce of a few bytes, such as 1ms or 20us."""
     backward_s: float | None = None
-    """Seconds of backward; by default as long as communication takes."""
+    """Seconds of the backward pass; by default, as long as the communication takes."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -76,30 +76,30 @@ class OverheadCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryCommand:
-    """Predict the memory of a training step, and whether it fits a device."""
+    """Predict the memory of a training step, and whether it fits on a device."""
 
     model: ModelName = "small"
-    """A preset."""
+    """Model preset."""
     strategy: StrategyChoice = "torch_ddp"
     """Data-parallel strategy, as in bench ddp."""
     world_size: int = 2
-    """Ranks."""
+    """Number of ranks."""
     batch: int = 4
     """Sequences per rank."""
     context: int = 128
     """Tokens per sequence."""
     attention: Literal["sdpa", "naive"] = "sdpa"
-    """Whether attention is fused, or stores all its scores."""
+    """sdpa is fused attention; naive stores all attention scores."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype to compute in; bfloat16 and float16 are autocast over float32 weights."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each block's activations during backward."""
+    """full recomputes each block's activations during backward."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for strategies that reduce-scatter buckets."""
     device: Annotated[str, listed(device.name for device in known_devices())] | None = None
-    """A device whose memory the step must fit."""
+    """Device whose memory the step must fit into."""
     figure: pathlib.Path | None = None
-    """Also draw it: a file that ends in .png or .svg."""
+    """Also draw the memory of the step: a file that ends in .png or .svg."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
     output: Flat[OutputOptions]
 
@@ -144,7 +144,7 @@ class MemoryCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Answer questions by arithmetic, before anything is run."""
+    """Predict time, memory, layouts and cost of training by arithmetic, before you run anything."""
 
     question: (
         Annotated[AccountCommand, tyro.conf.subcommand("account")]

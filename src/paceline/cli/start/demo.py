@@ -10,15 +10,15 @@ from paceline.core.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoCommand:
-    """Train a small model over an emulated network, and see what was predicted of it.
+    """Train a small model over an emulated network, and compare it with its prediction.
 
-    Text that Python brings along, a calibration, a plan, training on two ranks with a link of 1
-    Gbit/s between them, one page, and a sample: in under five minutes on two cores. Every command
-    is shown before it is run.
+    Prepares the text of Python's manual, calibrates this machine, plans, trains on two ranks with
+    a 1 Gbit/s link between them, writes an HTML page and generates a sample, in under five minutes
+    on two cores. Shows every command before running it.
     """
 
     out: pathlib.Path = pathlib.Path("demo")
-    """Directory for everything; demo.html in it is the page to look at."""
+    """Directory for all files; demo.html in it is the page to open."""
     steps: int = 400
     """Training steps."""
     output: Flat[OutputOptions]
@@ -34,16 +34,14 @@ class DemoCommand:
         from paceline.workflows.demo import PROMPT, Demo
 
         if self.out.exists():
-            raise UsageError(f"{self.out} is there already; name another directory with --out")
+            raise UsageError(f"{self.out} already exists; name another directory with --out")
         self.out.mkdir(parents=True, exist_ok=True)
         with termination_as_exit():
             made = Demo(directory=self.out, steps=self.steps, say=say).run()
         if self.output.json:
             print_json(made)
             return 0
-        stdout_console().print(
-            outcome_table(made.entries, "What was predicted, and what was measured")
-        )
+        stdout_console().print(outcome_table(made.entries, "Predicted and measured"))
         sys.stdout.write(
             f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}\n"
         )

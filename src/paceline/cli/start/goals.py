@@ -7,7 +7,7 @@ _GOALS = (
     ("", "paceline train run.toml --ranks 2"),
     ("turn a budget of FLOPs into a model", "paceline loop run.toml --budget 1e13"),
     ("know which layout is fastest", "paceline plan search --model llama3-70B --devices 64"),
-    ("know whether a model fits", "paceline plan memory --model large --device h100-sxm"),
+    ("know whether a model fits in memory", "paceline plan memory --model large --device h100-sxm"),
     ("find out why a step is slow", "paceline profile step --model small --out profile"),
     ("compare DDP, ZeRO and FSDP", "paceline bench ddp --strategies torch_ddp bucketed sharded"),
     ("know how large a model to train", "paceline scaling fit runs.jsonl --budgets 1e20"),
@@ -22,11 +22,11 @@ def goals_text() -> str:
     lines = [
         "Paceline plans, runs and explains the data-parallel training of language models.",
         "",
-        "To",
+        "I want to",
     ]
     for goal, command in _GOALS:
         if goal:
             lines.append(f"  {goal}:")
         lines.append(f"      {command}")
-    lines += ["", "paceline --help lists all commands, paceline COMMAND --help its options."]
+    lines += ["", "paceline --help lists all commands; paceline COMMAND --help shows its options."]
     return "\n".join(lines) + "\n"

@@ -152,15 +152,18 @@ def read_manifest(storage: Storage) -> Manifest:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
         raise DataError(
-            f"{storage.url}: no {MANIFEST}, so no dataset or one that is not finished; "
-            "run `paceline data prepare` (again)"
+            f"{storage.url}: no {MANIFEST}, so this is not a dataset, or an unfinished one; run "
+            "`paceline data prepare` (again)"
         ) from None
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except UNDECODABLE as error:
         raise DataError(f"{where}: not a manifest: {error}; prepare the dataset again") from error
     if manifest.schema != SCHEMA:
-        raise DataError(f"{where}: schema {manifest.schema}, this version reads {SCHEMA}")
+        raise DataError(
+            f"{where}: schema {manifest.schema}, but this version of Paceline reads {SCHEMA}; "
+            "prepare the dataset again"
+        )
     # Of the bytes as they are stored: encoding a large manifest again takes longer than reading.
     manifest.__dict__["fingerprint"] = blake3.blake3(content).hexdigest()
     return manifest

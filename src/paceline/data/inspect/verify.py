@@ -18,7 +18,7 @@ from paceline.data.format.manifest import (
 from paceline.data.storage import Storage
 
 _PART_BYTES = 2**24
-_REMEDY = "prepare the dataset again, or bring the file back from a copy"
+_REMEDY = "prepare the dataset again, or restore the file from a backup"
 
 Progress = Callable[[int, int], None]
 """Told the bytes that were read, and all there are."""
@@ -74,7 +74,7 @@ def _verify_shard(
     documents, tokens = names
     content = storage.read(documents)
     if blake3.blake3(content).hexdigest() != entry.documents_blake3:
-        yield _finding("digest", storage, documents, "has other bytes than when it was made")
+        yield _finding("digest", storage, documents, "does not match its digest in the manifest")
         return
     ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
     if np.any(np.diff(ends, prepend=0) < 1) or np.any(ends > entry.num_tokens):
@@ -90,7 +90,7 @@ def _verify_shard(
         inside = ends[(ends > start) & (ends <= start + len(part))] - start
         num_open += int(np.count_nonzero(part[inside - 1] != manifest.end_of_document))
     if digest.hexdigest() != entry.tokens_blake3:
-        yield _finding("digest", storage, tokens, "has other bytes than when it was made")
+        yield _finding("digest", storage, tokens, "does not match its digest in the manifest")
     elif largest >= manifest.vocab_size:
         what = f"has the token {largest}, beyond the vocabulary of {manifest.vocab_size:,}"
         yield _finding("vocabulary", storage, tokens, what)

@@ -149,7 +149,7 @@ class PackedDocuments:
                 if hasattr(holder, name):
                     return copy.deepcopy(getattr(holder, name)())
         if required:
-            raise UsageError(f"cannot tell the state: {self._without_state()}")
+            raise UsageError(f"cannot save the state: {self._without_state()}")
         return None
 
     def _without_state(self) -> str:

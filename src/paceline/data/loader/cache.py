@@ -109,8 +109,8 @@ class ShardCache:
                     self._files.write(name, content)
                 except OSError as error:
                     raise DataError(
-                        f"{self._root}: cannot keep {name}: {error.strerror}; make room on that "
-                        "disk or name another cache directory"
+                        f"{self._root}: cannot cache {name}: {error.strerror}; free disk space or "
+                        "name another cache directory"
                     ) from error
 
     def _expected(self, name: str) -> tuple[str, int]:
@@ -135,14 +135,15 @@ class ShardCache:
                 content = self._storage.read(name)
             except FileNotFoundError as error:
                 raise DataError(
-                    f"{self._storage.url}/{name}: the manifest lists it, but it is not there; "
-                    "prepare the dataset again"
+                    f"{self._storage.url}/{name}: listed in the manifest, but missing; prepare "
+                    "the dataset again"
                 ) from error
             if blake3.blake3(content).hexdigest() == expected:
                 return content
         raise DataError(
-            f"{self._storage.url}/{name}: its digest is not the manifest's ({len(content):,} bytes "
-            f"where that has {num_bytes:,}; fetched {_CHECKS} times); run `paceline data verify`"
+            f"{self._storage.url}/{name}: does not match its digest in the manifest "
+            f"({len(content):,} bytes instead of {num_bytes:,}; fetched {_CHECKS} times); run "
+            "`paceline data verify`"
         )
 
     def _make_room(self, name: str, num_bytes: int) -> None:
@@ -160,9 +161,10 @@ class ShardCache:
                 taken -= size
         if taken + num_bytes > self._most_bytes:
             raise DataError(
-                f"{self._root}: no room for {name} ({format_binary_bytes(num_bytes)}): of at most "
-                f"{format_binary_bytes(self._most_bytes)}, {format_binary_bytes(taken)} are in use"
-                "; allow the cache more bytes or take a smaller window"
+                f"{self._root}: no space in the cache for {name} "
+                f"({format_binary_bytes(num_bytes)}): of at most "
+                f"{format_binary_bytes(self._most_bytes)}, {format_binary_bytes(taken)} are in "
+                "use; raise cache_bytes or use a smaller window"
             )
 
     @contextlib.contextmanager

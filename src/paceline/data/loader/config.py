@@ -12,9 +12,9 @@ class SourceConfig:
     """One prepared dataset of a mixture."""
 
     place: str
-    """Its directory, or ``s3://bucket/prefix``."""
+    """Directory of the dataset, or ``s3://bucket/prefix``."""
     weight: float = 1.0
-    """Its share of the samples, relative to the other sources' weights."""
+    """Weight of the dataset in the mixture, relative to the weights of the other sources."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,32 +22,32 @@ class LoaderConfig:
     """The batches of a run."""
 
     sources: tuple[SourceConfig, ...]
-    """The datasets to read from."""
+    """Prepared datasets to read."""
     split: SplitName = "train"
-    """The split of each dataset."""
+    """Split of each dataset to read."""
     context_length: int
-    """Tokens that a sequence feeds to the model; a sample has one more, the last target."""
+    """Context length in tokens; a sample has one token more, the last target."""
     batch_size: int
-    """Sequences per step, over all ranks."""
+    """Global batch size: sequences per step, over all ranks."""
     seed: int = 0
-    """Decides the order of the samples."""
+    """Random seed of the order of the samples."""
     window: int | None = None
-    """Samples in a block that is read before another one is; None shuffles whole epochs. Streaming
-    needs one whose shards fit into the cache."""
+    """Samples per shuffle window; None shuffles whole epochs. Streaming from S3 needs a window
+    whose shards fit into the cache."""
     document_boundaries: bool = False
-    """Also give each token's position in its document and the number of that document."""
+    """Whether batches also have each token's position in its document and the document's number."""
     digests: bool = True
-    """Also give a digest of each batch, for the audit trail."""
+    """Whether batches also have a digest, for the audit trail."""
     prefetch: int = 2
-    """Batches that a thread reads ahead; 0 reads each when it is asked for."""
+    """Batches that a thread prefetches; 0 reads each batch on demand."""
     cache_directory: str | None = None
-    """Where shards from S3 are kept; several processes of a machine may share it."""
+    """Directory that caches shards from S3; several processes on a machine may share it."""
     cache_bytes: int = 100 * GB
-    """Bytes that the cached shards may take."""
+    """Maximum size of the cache in bytes."""
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise UsageError("no source to read from; name a prepared dataset")
+            raise UsageError("sources is empty; name a prepared dataset")
         for name in ("context_length", "batch_size", "cache_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)}: give 1 or more")

@@ -89,13 +89,14 @@ class TokenLoader:
         self._end_batches()
         if state.get("schema") != _SCHEMA:
             raise DataError(
-                f"the loader's state has schema {state.get('schema')}, this version reads {_SCHEMA}"
+                f"the loader's state has schema {state.get('schema')}, but this version of "
+                f"Paceline reads {_SCHEMA}"
             )
         for name, own in self.reader.identity.items():
             if state.get(name) != own:
                 raise DataError(
-                    f"cannot resume: {name} was {state.get(name)!r} and is {own!r} now, which is "
-                    "another order of samples; start anew or set it back"
+                    f"cannot resume: {name} was {state.get(name)!r} and is {own!r} now, which "
+                    "changes the order of samples; set it back or start a new run"
                 )
         self._consumed_samples = state["consumed_samples"]
         self._step = state["step"]

@@ -51,8 +51,8 @@ class SplitSamples:
         self.num_samples = max(0, self.num_tokens - 1) // context_length
         if not self.num_samples:
             raise DataError(
-                f"{place}: split {split!r} has {self.num_tokens:,} tokens, less than one sample of "
-                f"{context_length + 1:,}; take a shorter context or more text"
+                f"{place}: split {split!r} has {self.num_tokens:,} tokens, less than one sample "
+                f"of {context_length + 1:,}; use a shorter context or more text"
             )
         self.context_length = context_length
         self._dtype = manifest.stored_dtype

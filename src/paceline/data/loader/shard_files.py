@@ -66,9 +66,8 @@ def _map(file: BinaryIO, dtype: np.dtype[Any], num_items: int | None) -> TokenAr
     expected = num_bytes // dtype.itemsize if num_items is None else num_items
     if num_bytes != expected * dtype.itemsize:
         raise DataError(
-            f"{file.name}: {num_bytes:,} bytes where the manifest has "
-            f"{expected * dtype.itemsize:,}; it is truncated or of another dataset: "
-            "run `paceline data verify`"
+            f"{file.name}: {num_bytes:,} bytes, but {expected * dtype.itemsize:,} in the "
+            "manifest; it is truncated or belongs to another dataset: run `paceline data verify`"
         )
     if not num_bytes:
         return np.empty(0, dtype=dtype)

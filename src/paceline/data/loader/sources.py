@@ -53,8 +53,8 @@ def open_sources(config: LoaderConfig) -> list[OpenSource]:
     for storage, manifest in zip(storages, manifests, strict=True):
         if manifest.tokenizer_blake3 != manifests[0].tokenizer_blake3:
             raise DataError(
-                f"{storage.url} was prepared with another tokenizer than {storages[0].url}; a "
-                "mixture needs one: prepare one of them again"
+                f"{storage.url} was prepared with another tokenizer than {storages[0].url}; all "
+                "sources of a mixture need the same one: prepare one of them again"
             )
     return [
         _open_source(storage, manifest, config)
@@ -74,7 +74,7 @@ def _open_source(storage: Storage, manifest: Manifest, config: LoaderConfig) -> 
         files = ShardFiles(functools.partial(_open_local, storage))
     else:
         if config.cache_directory is None:
-            raise UsageError(f"{storage.url}: name a cache directory to stream its shards to")
+            raise UsageError(f"{storage.url}: streaming from S3 needs a cache; set cache_directory")
         most_open = _shards_in_use(storage, manifest, config)
         cache = ShardCache(
             storage,
@@ -107,15 +107,15 @@ def _shards_in_use(storage: Storage, manifest: Manifest, config: LoaderConfig) -
         return MOST_OPEN
     if config.window is None:
         raise UsageError(
-            f"{storage.url} has {format_binary_bytes(split_bytes)} and the cache room for "
-            f"{format_binary_bytes(room)} of it; set a window, or allow the cache more bytes"
+            f"{storage.url} has {format_binary_bytes(split_bytes)}, but the cache only has space "
+            f"for {format_binary_bytes(room)}; set a window, or raise cache_bytes"
         )
     # A window may begin and end inside of a shard, and the next one is fetched during this one.
     in_window = config.window * config.context_length // manifest.shard_tokens + 2
     if 2 * in_window * shard_bytes > room:
         raise UsageError(
-            f"{storage.url}: a window of {config.window:,} samples and the next one lie in "
-            f"{2 * in_window} shards of {format_binary_bytes(shard_bytes)}, and the cache has room "
-            f"for {format_binary_bytes(room)}; take a smaller window or allow the cache more bytes"
+            f"{storage.url}: a window of {config.window:,} samples and the next one span "
+            f"{2 * in_window} shards of {format_binary_bytes(shard_bytes)}, but the cache only "
+            f"has space for {format_binary_bytes(room)}; use a smaller window or raise cache_bytes"
         )
     return in_window * (2 if config.document_boundaries else 1)

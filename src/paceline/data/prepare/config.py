@@ -21,16 +21,16 @@ class SourceConfig:
     """How files become documents."""
 
     sources: Sources
-    """Files, and directories to walk: text, .jsonl, .parquet, Megatron's .idx; text and .jsonl
-    also as .gz and .zst."""
+    """Files, and directories to search recursively: text, .jsonl, .parquet, Megatron's .idx; text
+    and .jsonl also compressed as .gz or .zst."""
     separator: str = "<|endoftext|>"
-    r"""What stands between the documents of a text file; \n and \t are understood. A file without
-    it is one document."""
+    r"""Separator between the documents of a text file; \n is a newline, \t a tab. A file without a
+    separator is one document."""
     field: str = "text"
-    """Field of JSON Lines, or column of Parquet, that holds a document's text."""
+    """Field of JSON Lines, or column of Parquet, with the text of a document."""
     max_document_bytes: int = 16 * MIB
-    """Bytes above which a document is left out. A tokenizer takes up to 150 times its memory for
-    a text without blanks."""
+    """Maximum size of a document in bytes; larger ones are dropped. For a text without blanks, a
+    tokenizer needs up to 150 times the memory of the text."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -54,9 +54,9 @@ class TokenizerConfig(SourceConfig):
     out: str
     """File to write, such as tokenizer.json."""
     vocab_size: int = 32_768
-    """Tokens of the vocabulary, the end-of-document token among them."""
+    """Vocabulary size, including the end-of-document token."""
     sample_bytes: int = 500 * MB
-    """About how many bytes to train on, taken evenly from all sources."""
+    """Approximate number of bytes to train on, sampled evenly from all sources."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,27 +66,26 @@ class TokenizerConfig(SourceConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareConfig(SourceConfig):
-    """Make token shards of documents."""
+    """Tokenize documents into shards."""
 
     tokenizer: str
-    """A tokenizer.json, or "bytes" for the byte vocabulary."""
+    """Path of a tokenizer.json, or "bytes" for the byte vocabulary."""
     out: str
     """Directory, or s3://bucket/prefix, for the shards and their manifest."""
     heldout: float = 0.01
-    """Fraction of the documents that is held out. A hash of the document decides: adding files
-    moves no document from one split to the other."""
+    """Fraction of documents in the held-out split. A hash of each document decides, so adding files
+    moves no document between the splits."""
     end_of_document: str | None = None
-    """Token that follows every document; by default the tokenizer's <|endoftext|>, </s> or
-    alike."""
+    """Token that ends every document; by default the tokenizer's <|endoftext|>, </s> or
+    similar."""
     shard_tokens: int = 2**26
     """Tokens per shard."""
     engine: Literal["local", "ray"] = "local"
-    """Who runs the workers: processes of this machine, or a Ray cluster."""
+    """Where the workers run: as processes on this machine, or on a Ray cluster."""
     workers: int | None = None
-    """Workers at a time; by default one per core of the machine or the cluster."""
+    """Number of parallel workers; by default, one per core of the machine or cluster."""
     ray_address: str | None = None
-    """Address of the Ray cluster; by default the one that RAY_ADDRESS names, or a new one on this
-    machine."""
+    """Address of the Ray cluster; by default RAY_ADDRESS, or a new cluster on this machine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -87,13 +87,13 @@ def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UsageError(f"--out {storage.url}: a file is in the way") from error
+        raise UsageError(f"--out {storage.url} is a file; name a directory") from error
     manifest = read_manifest(storage)
     difference = _difference(manifest, inputs)
     if difference:
         raise UsageError(
-            f"{storage.url} holds a dataset that was prepared otherwise: {difference}; name "
-            "another --out, or delete that one"
+            f"{storage.url} already contains a dataset that was prepared differently: "
+            f"{difference}; name another --out, or delete that dataset"
         )
     return manifest
 

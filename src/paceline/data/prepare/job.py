@@ -85,7 +85,8 @@ def _load(out: str, tokenizer_blake3: str, end_of_document: str | None) -> Token
     tokenizer = Tokenizer(open_storage(out).read(TOKENIZER).decode(), end_of_document, where)
     if tokenizer.blake3 != tokenizer_blake3:
         raise DataError(
-            f"{where} is not the tokenizer that this preparation began with; does another one "
-            "write to the same place? Start it again when that is done"
+            f"{where} is not the tokenizer that this command started with; is another paceline "
+            "data prepare writing to the same place? Run this command again when the other one "
+            "has finished"
         )
     return tokenizer

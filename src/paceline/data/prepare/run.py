@@ -202,8 +202,8 @@ def _nothing_left(config: PrepareConfig, dropped: dict[str, Dropped]) -> DataErr
         for reason, each in dropped.items()
     )
     return DataError(
-        f"{', '.join(config.sources)}: no document could be used ({reasons or 'there is none'}); "
-        "--field, --separator and --max-document-bytes decide what one is"
+        f"{', '.join(config.sources)}: no document can be used ({reasons or 'none found'}); check "
+        "--field, --separator and --max-document-bytes"
     )
 
 

@@ -27,8 +27,7 @@ def train_tokenizer(
     json = train_bpe(iter(documents), config.vocab_size)
     if not documents.num_documents:
         raise DataError(
-            f"{', '.join(config.sources)}: no document to train on; --field and --separator "
-            "decide what one is"
+            f"{', '.join(config.sources)}: no documents to train on; check --field and --separator"
         )
     open_storage(out.parent).write(out.name, json.encode())
     return Tokenizer(json)

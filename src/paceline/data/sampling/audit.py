@@ -110,9 +110,9 @@ class AuditFinding:
         end = self.first_sample + self.num_samples
         steps = ", ".join(map(str, self.steps))
         text = {
-            "gap": "were never trained on; they lie between the steps",
+            "gap": "were never trained on; they are between the steps",
             "repeat": "were trained on more than once, in the steps",
-            "digest": "were other tokens than the dataset has; step",
+            "digest": "do not match the tokens in the dataset; step",
         }[self.problem]
         return f"samples {self.first_sample:,} to {end - 1:,} {text} {steps}"
 

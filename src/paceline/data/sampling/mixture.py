@@ -61,7 +61,7 @@ def share_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     exact = np.asarray(weights, dtype=np.float64)
     if not exact.size or not np.isfinite(exact).all() or (exact <= 0).any():
         raise UsageError(
-            f"weights {list(weights)}: every source needs a positive one; leave out the others"
+            f"weights {list(weights)}: every source needs a positive weight; leave out the others"
         )
     exact = exact / exact.sum() * NUM_SLOTS
     counts: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
@@ -70,7 +70,7 @@ def share_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     if not counts.all():
         number = int(np.flatnonzero(counts == 0)[0])
         raise UsageError(
-            f"source {number} has a weight of {exact[number] / NUM_SLOTS:.2g} of all, less than a "
-            f"sample in {NUM_SLOTS:,}; leave it out or raise its weight"
+            f"source {number} has a weight of {exact[number] / NUM_SLOTS:.2g} of the total, less "
+            f"than one sample in {NUM_SLOTS:,}; leave it out or raise its weight"
         )
     return counts

@@ -33,9 +33,11 @@ class SampleOrder:
         self, num_samples: int, *, seed: int, source: int = 0, window: int | None = None
     ) -> None:
         if num_samples < 1:
-            raise UsageError("no sample to put in order: a sample is one token longer than context")
+            raise UsageError(
+                "no samples: a sample is one token longer than the context; use more text"
+            )
         if window is not None and window < 1:
-            raise UsageError(f"a window of {window} samples holds nothing; give 1 or more")
+            raise UsageError(f"a window of {window} samples is empty; give 1 or more")
         self.num_samples = num_samples
         self.window = window if window is not None and window < num_samples else None
         self._key = key_of((seed, source))

@@ -29,7 +29,7 @@ def permute(indices: IndexArray, size: int, keys: UInt64Array) -> IndexArray:
             different keys are mapped by different permutations.
     """
     if not 0 < size <= LARGEST_SIZE:
-        raise UsageError(f"cannot permute {size} samples; a split holds 1 to 2^62 of them")
+        raise UsageError(f"cannot permute {size} samples; a split has 1 to 2^62 samples")
     num_bits = (size - 1).bit_length()
     round_keys = [derive(keys, number) for number in range(_NUM_ROUNDS)]
     permuted = _feistel(indices.astype(np.uint64), num_bits, round_keys)

@@ -61,8 +61,8 @@ def rank_range(first: int, num_samples: int, rank: int, world_size: int) -> tupl
         raise UsageError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
     if world_size > num_samples:
         raise UsageError(
-            f"{num_samples} samples per step cannot be shared by {world_size} ranks; "
-            "raise the batch size or take fewer ranks"
+            f"{num_samples} samples per step cannot be shared by {world_size} ranks; raise the "
+            "batch size or use fewer ranks"
         )
     start = first + rank * num_samples // world_size
     return start, first + (rank + 1) * num_samples // world_size

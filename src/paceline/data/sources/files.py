@@ -55,8 +55,9 @@ class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
             raise DataError(f"{self.name}: {error.strerror} while it was being prepared") from error
         if (num_bytes, modified_ns) != (self.num_bytes, self.modified_ns):
             raise DataError(
-                f"{self.name} changed while it was being prepared: it had {self.num_bytes:,} bytes "
-                f"and has {num_bytes:,}; prepare again when nothing writes to it any more"
+                f"{self.name} changed while it was being prepared: it had {self.num_bytes:,} "
+                f"bytes and has {num_bytes:,}; run the command again when nothing writes to the "
+                "file"
             )
 
 
@@ -80,7 +81,7 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
     unknown: dict[str, int] = {}
     for source in sources:
         if "://" in source:
-            raise UsageError(f"{source}: sources are files and directories; copy it to one")
+            raise UsageError(f"{source}: sources must be files or directories; download it first")
         path = pathlib.Path(source)
         if not path.exists():
             raise UsageError(f"{source}: no such file or directory")
@@ -95,8 +96,8 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
                 unknown[str(each)] = found
     if not files:
         raise UsageError(
-            f"{', '.join(sources)}: no file of a known kind; known are {' '.join(_KINDS)}, "
-            f"and {' '.join(_COMPRESSIONS)} of text; a file that is named itself is read as text"
+            f"{', '.join(sources)}: no file of a known kind; known are {' '.join(_KINDS)}, and "
+            f"{' '.join(_COMPRESSIONS)} of text; a file that you name directly is read as text"
         )
     return FoundFiles(
         files=tuple(sorted(files.values(), key=lambda file: (file.name, file.path))),
@@ -131,7 +132,7 @@ def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
     kind = _KINDS.get(suffixes[-1]) if suffixes else None
     if kind is None and suffixes[-1:] == [".bin"] and path.with_suffix(".idx").exists():
         if is_named:
-            raise UsageError(f"{name}: name {path.with_suffix('.idx')}, which tells what is in it")
+            raise UsageError(f"{name}: name its index {path.with_suffix('.idx')} instead")
         return None
     if kind is None and is_named:
         kind = "text"
@@ -140,7 +141,7 @@ def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
     if kind is None:
         return path.stat().st_size
     if not os.access(path, os.R_OK):
-        raise UsageError(f"{name}: permission to read it is denied")
+        raise UsageError(f"{name}: no permission to read it")
     try:
         num_bytes, modified_ns = _state(path, kind)
     except OSError as error:

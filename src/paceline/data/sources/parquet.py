@@ -95,7 +95,7 @@ def _column(opened: "ParquetFile", file: FoundFile, field: str) -> int:
         or pyarrow.types.is_large_binary(kind)
     )
     if not is_text:
-        raise UsageError(f"{file.name}: column {field!r} holds {kind}, not text")
+        raise UsageError(f"{file.name}: column {field!r} contains {kind}, not text")
     # Columns of nested fields come apart in the file: theirs are counted by path.
     paths = [opened.schema.column(i).path for i in range(len(opened.schema))]
     return paths.index(field)

@@ -109,5 +109,5 @@ def _unfinished(
                 pathlib.Path(unfinished).unlink()
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be written: {error.strerror}; make room, or name another place"
+            f"{path}: cannot be written: {error.strerror}; free disk space, or name another place"
         ) from error

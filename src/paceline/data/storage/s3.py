@@ -61,7 +61,7 @@ class S3Storage:
         try:
             self._retried(name, lambda: obstore.put(self._store(), name, whole))
         except FileNotFoundError as error:
-            raise DataError(f"{self.url}: there is no such bucket; make it first") from error
+            raise DataError(f"{self.url}: no such bucket; create it first") from error
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
         """Uploads an object, unless the server has one of this name."""
@@ -132,7 +132,7 @@ class S3Storage:
             except BaseError as error:
                 if attempt == _ATTEMPTS - 1:
                     raise DataError(
-                        f"{self.url}/{name}: {_first_line(error)}, {_ATTEMPTS} times; look at "
+                        f"{self.url}/{name}: {_first_line(error)}, {_ATTEMPTS} times; check "
                         "AWS_ENDPOINT_URL, the credentials and the network"
                     ) from error
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)

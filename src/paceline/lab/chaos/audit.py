@@ -40,6 +40,6 @@ def _differences(
         return []
     first = min(different, default=max(expected, default=0))
     return [
-        f"{len(different)} of {len(expected)} losses are not those of {reference}, "
-        f"the first at step {first}"
+        f"{len(different)} of {len(expected)} losses differ from those of {reference}, the first "
+        f"at step {first}"
     ]

@@ -19,9 +19,9 @@ def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
     """Mounts a tmpfs at an empty directory; what is on it stays in the directory afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
-        raise UsageError(f"{directory} is not empty: --disk-full needs a new run")
+        raise UsageError(f"{directory} is not empty; --disk-full needs the directory of a new run")
     if os.geteuid() != 0:
-        raise LabError("--disk-full mounts a tmpfs, which only root may")
+        raise LabError("--disk-full mounts a tmpfs, which needs root")
     _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "paceline-chaos", str(directory))
     try:
         yield

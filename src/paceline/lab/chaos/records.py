@@ -27,7 +27,7 @@ def chaos_records(
     findings = () if audit is None else audit.findings
     wrong = [*([outcome.reason] if outcome.reason else []), *findings]
     if outcome.num_orphans:
-        wrong.append(f"{outcome.num_orphans} processes had outlived the command")
+        wrong.append(f"{outcome.num_orphans} processes outlived the command")
     stride = -(-len(outcome.steps) // _MOST_SAMPLES)
     yield Record(
         kind=RUN,

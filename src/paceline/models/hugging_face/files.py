@@ -75,7 +75,7 @@ def write_model(
 def require_room(directory: pathlib.Path) -> None:
     """Raises if there is anything where a model is to be written."""
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UsageError(f"{directory} is there already; name a new directory")
+        raise UsageError(f"{directory} already exists; name a new directory")
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def read_weights(directory: pathlib.Path) -> dict[str, Tensor]:
         try:
             weights |= load_file(file)
         except safetensors.SafetensorError as error:
-            raise UsageError(f"{file}: not intact: {error}; fetch it again") from error
+            raise UsageError(f"{file}: damaged: {error}; download it again") from error
     return weights
 
 

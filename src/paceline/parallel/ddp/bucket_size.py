@@ -76,7 +76,7 @@ class BucketSizeChoice:
     def explain(self) -> str:
         """Says what was chosen and why."""
         bandwidth = (
-            "a bandwidth beyond what was measured"
+            "a bandwidth too high to measure"
             if self.bytes_per_s is None
             else format_decimal(self.bytes_per_s, "B/s")
         )
@@ -86,8 +86,9 @@ class BucketSizeChoice:
         )
         return (
             f"buckets of {self.bucket_size_mb:g} MiB: backward takes {self.backward_s * 1e3:.0f} "
-            f"ms, an all-reduce {self.latency_s * 1e3:.2f} ms and {bandwidth}, starting one "
-            f"{self.start_s * 1e3:.2f} ms of the program's time; predicted to cost: {candidates}"
+            f"ms, an all-reduce has a latency of {self.latency_s * 1e3:.2f} ms and {bandwidth}, "
+            f"launching one takes {self.start_s * 1e3:.2f} ms of the program's time; predicted "
+            f"costs: {candidates}"
         )
 
 

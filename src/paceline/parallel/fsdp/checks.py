@@ -63,8 +63,8 @@ def explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
     names = {part: name for name, part in module.named_modules()}
     reader = _innermost(error.__traceback__, names)
     return UsageError(
-        f"module {reader!r} reads parameters of another module, which are gathered only while that "
-        "one's own forward runs; call that module, or make both one layer: "
+        f"module {reader!r} reads parameters of another module, which are gathered only during "
+        "the other module's forward; call that module, or make both one layer: "
         "wrap=WrapPolicy(classes=...)"
     )
 

@@ -46,7 +46,7 @@ class LayerUser:
         for module, name, parameter in self.places:
             if module._parameters.get(name) is not parameter.shard:
                 raise UsageError(
-                    f"parameter {parameter.name!r} was replaced after its container was made; "
+                    f"parameter {parameter.name!r} was replaced after its container was created; "
                     "change its values in place, with copy_ or load_state_dict"
                 )
             parameter.require_in_place()

@@ -22,8 +22,8 @@ def is_on_meta(module: nn.Module) -> bool:
     states = {parameter.is_meta: name for name, parameter in module.named_parameters()}
     if len(states) == 2:
         raise UsageError(
-            f"parameter {states[True]!r} is on the meta device and {states[False]!r} is not; make "
-            "all of the module there, or none"
+            f"parameter {states[True]!r} is on the meta device and {states[False]!r} is not; "
+            "create the whole module there, or none of it"
         )
     return True in states
 

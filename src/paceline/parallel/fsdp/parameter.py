@@ -33,13 +33,13 @@ class LayerParameter:
         if own.dtype != self.local.dtype or own.device != self.local.device:
             raise UsageError(
                 f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
-                f"container was made for {self.local.dtype} on {self.local.device}; convert it "
-                "before"
+                f"container was created for {self.local.dtype} on {self.local.device}; convert "
+                "the model before wrapping it"
             )
         if own.data_ptr() != self.local.data_ptr():
             raise UsageError(
-                f"the memory of parameter {self.name!r} was replaced after its container was made; "
-                "change its values in place, with copy_ or load_state_dict"
+                f"the memory of parameter {self.name!r} was replaced after its container was "
+                "created; change its values in place, with copy_ or load_state_dict"
             )
 
     def add_gradient(self, mean: Tensor) -> None:

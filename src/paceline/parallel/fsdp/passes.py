@@ -92,8 +92,8 @@ def require_all_sent(layers: Sequence[ShardedLayer]) -> None:
     for layer in layers:
         for name in layer.gradients.unsent:
             raise SynchronizationError(
-                f"parameter {name!r} got a gradient when its layer's had been sent; what enters "
-                "the loss must come from what the layer returns"
+                f"parameter {name!r} got a gradient after its layer's gradients were sent; the "
+                "loss may depend on a layer only through its outputs"
             )
 
 

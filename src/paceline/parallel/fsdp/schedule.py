@@ -121,9 +121,9 @@ class Schedule:
         broken = "forward" if self._in_forward else "backward"
         if self._is_distributed and (self._in_forward or self._backward is not None):
             raise SynchronizationError(
-                f"rank {dist.get_rank()}: the last {broken} pass was broken off while layers were "
-                "being gathered and gradients averaged, and the ranks no longer agree on what is "
-                "sent; start again from a checkpoint"
+                f"rank {dist.get_rank()}: the last {broken} pass was interrupted while layers "
+                "were being gathered and gradients averaged, and the ranks no longer agree on "
+                "what is sent; restart from a checkpoint"
             )
         if self._in_forward or self._backward is not None:
             for user in self._users:

@@ -35,8 +35,8 @@ class LoadsFullTensors:
         """Refuses to run a model that was never given values."""
         if self.are_values_missing:
             raise UsageError(
-                "the module was made on the meta device, and its parameters have no values yet; "
-                "pass initialize=... to the container, or load a state dictionary"
+                "the module was created on the meta device, and its parameters have no values "
+                "yet; pass initialize=... to the container, or load a state dictionary"
             )
 
     def _note(self, _module: nn.Module, _incompatible: Any) -> None:
@@ -52,8 +52,8 @@ class LoadsFullTensors:
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise UsageError(
-                "load_state_dict(assign=True) would take the parameters away from their container; "
-                "load without it"
+                "load_state_dict(assign=True) would replace the parameters of the container; load "
+                "without assign=True"
             )
         for name, (layer, parameter) in self._places.items():
             value = state.get(prefix + name)

@@ -48,8 +48,10 @@ class WrapPolicy:
             module: The whole model.
         """
         if not any(self.is_layer(part) for part in module.modules()):
-            names = [one.__name__ for one in self.classes] or "the modules that are given"
-            raise UsageError(f"the module has none of {names}; name what it consists of")
+            names = [one.__name__ for one in self.classes] or "the given modules"
+            raise UsageError(
+                f"the module has none of {names}; name classes or modules that it contains"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

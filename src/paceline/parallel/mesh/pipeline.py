@@ -207,8 +207,9 @@ class Pipeline:
     def _require_even(self, tokens: Tensor, num_micro_batches: int) -> None:
         if len(tokens) % num_micro_batches:
             raise UsageError(
-                f"a batch of {len(tokens)} sequences cannot be cut into {num_micro_batches} equal "
-                "micro-batches, as a pipeline needs them; change the one or the other"
+                f"a batch of {len(tokens)} sequences cannot be split into {num_micro_batches} "
+                "equal micro-batches, as a pipeline needs them; change the batch size or the "
+                "number of micro-batches"
             )
 
     def _require_gradients(self) -> None:
@@ -217,15 +218,15 @@ class Pipeline:
         Its zero-bubble schedule does so, without a word, where FSDP2 reshards after forward.
         """
         reasons = {
-            "1f1b": "every parameter of a stage has to take part in its output",
-            "zero_bubble": "torch's zero bubble cannot be had with parameters that are resharded "
-            "after forward (ZeRO-3): take 1f1b, or ZeRO-2",
+            "1f1b": "every parameter of a stage must contribute to its output",
+            "zero_bubble": "torch's zero-bubble schedule does not work with parameters that are "
+            "resharded after forward (ZeRO-3): use 1f1b, or ZeRO-2",
         }
         for stage in self.stages.values():
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     raise UsageError(
-                        f"the schedule of the pipeline has left {name} without a gradient; "
+                        f"the pipeline schedule left {name} without a gradient; "
                         f"{reasons[self._schedule]}"
                     )
 

@@ -233,7 +233,7 @@ def _scontrol(*arguments: str) -> str:
 def _required(environment: Mapping[str, str], name: str) -> int:
     value = _integer(environment, name, None)
     if value is None:
-        raise UsageError(f"{name} is not set, although its companions are; check the launcher")
+        raise UsageError(f"{name} is not set, although related variables are; check the launcher")
     return value
 
 

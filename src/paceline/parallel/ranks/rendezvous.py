@@ -91,8 +91,8 @@ def _bound_socket(address: str, port: int) -> int:
         resolved = ipaddress.ip_address(str(socket_address[0]))
         if resolved.is_loopback and address not in ("localhost", str(resolved)):
             raise UsageError(
-                f"{address} is {resolved} on this host, which others cannot reach; set MASTER_ADDR "
-                "to its address"
+                f"{address} is {resolved} on this host, which other hosts cannot reach; set "
+                "MASTER_ADDR to an address that they can"
             )
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,8 +102,8 @@ def _bound_socket(address: str, port: int) -> int:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"rank 0 cannot listen on {address}:{port}: another program does; set MASTER_PORT "
-                "to a free port on all ranks"
+                f"rank 0 cannot listen on {address}:{port}: another program listens there; set "
+                "MASTER_PORT to a free port on all ranks"
             ) from error
         raise UsageError(
             f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_ADDR to an "
@@ -192,7 +192,7 @@ def _open_attempt(
                 if not store.check([_rank_key(rank)])
             ]
             raise RendezvousError(
-                f"rank 0: rank {', '.join(missing)} did not come to {address}:{port} within "
+                f"rank 0: rank {', '.join(missing)} did not connect to {address}:{port} within "
                 f"{deadline.seconds:g} s"
             )
         deadline.pause()

@@ -77,7 +77,7 @@ class Changes:
             return
         text = f"rank {dist.get_rank()}: {change} here, but nothing has changed on"
         silent = [rank for rank, said in self._said(store) if not said]
-        warnings.warn(f"{text} {_name(silent, group)} yet. To go on, {_REMEDY}", stacklevel=2)
+        warnings.warn(f"{text} {_name(silent, group)} yet. To continue, {_REMEDY}", stacklevel=2)
         if not _appears(store, self._key("verdict"), timeout - patience):
             silent = [rank for rank, said in self._said(store) if not said]
             raise DisagreementError(
@@ -133,7 +133,7 @@ def describe_change(
             return f"parameter {name!r} was replaced"
         if is_trained != was_trained:
             return f"parameter {name!r} was {'unfrozen' if is_trained else 'frozen'}"
-    return f"there are {len(after)} parameters where there were {len(before)}"
+    return f"there are {len(after)} parameters, and there were {len(before)}"
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store | None:

@@ -53,7 +53,7 @@ def clip_gradients(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot "
-            "be clipped; leave out this step, or pass error_if_nonfinite=False"
+            "be clipped; skip this step, or pass error_if_nonfinite=False"
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

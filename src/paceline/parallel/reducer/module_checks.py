@@ -16,9 +16,11 @@ from paceline.core.errors import UsageError
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Returns a group, that of a mesh of one dimension, or all ranks."""
     if not dist.is_initialized():
-        raise UsageError("there is no process group yet; make this inside of distributed_session()")
+        raise UsageError("there is no process group yet; create this inside distributed_session()")
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this rank is not in the process group; make none of this on it")
+        raise UsageError(
+            "this rank is not in the process group; create this only on ranks of the group"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"a mesh of one dimension is needed, this one has {group.ndim}")
@@ -46,7 +48,9 @@ def require_supported(module: nn.Module) -> torch.device:
         raise UsageError("the module has no parameters, so there is nothing to synchronise")
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise UsageError(f"a rank has one device, but the module has {places}; use a rank for each")
+        raise UsageError(
+            f"a rank has one device, but the module has {places}; use one rank per device"
+        )
     return next(iter(devices))
 
 

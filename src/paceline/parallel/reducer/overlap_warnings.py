@@ -29,8 +29,8 @@ class OverlapMonitor:
         if len(sources) == 1 and _COMPILED in sources.pop().name():
             _warn(
                 "the model is compiled as a whole: all its gradients become complete together at "
-                "the end of backward, so that nothing can be sent while it runs. Compile each "
-                "block instead (for block in model.blocks: block.compile())"
+                "the end of backward, so nothing can be sent during backward. Compile each block "
+                "instead (for block in model.blocks: block.compile())"
             )
 
     def look_at_arrivals(self, names: Sequence[str], arrived: Sequence[int]) -> None:
@@ -40,8 +40,8 @@ class OverlapMonitor:
         self._warned_of_missing = True
         _warn(
             f"parameter {names[arrived.index(0)]!r} had no gradient on this rank: the buckets "
-            "from its own on were sent only when backward was over. explain_unused() lists all "
-            "such parameters; freeze those that are never used (requires_grad_(False))"
+            "from its own on were sent only after backward. explain_unused() lists all such "
+            "parameters; freeze those that are never used (requires_grad_(False))"
         )
 
 

@@ -32,7 +32,7 @@ def claim(parameters: Sequence[Tensor], names: Sequence[str], owner: object) -> 
             gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
         if other is not None and other() is not None:
             raise SynchronizationError(
-                f"parameter {name!r} belongs to another data-parallel container already; its "
+                f"parameter {name!r} already belongs to another data-parallel container; its "
                 "gradients would be averaged twice"
             )
     for parameter in parameters:

@@ -62,7 +62,9 @@ class GroupReference:
         """Returns the group; an error if it is gone."""
         group = self._reference()
         if group is None:
-            raise UsageError("the process group has been destroyed; make what uses it anew")
+            raise UsageError(
+                "the process group has been destroyed; create the containers that use it again"
+            )
         return group
 
 

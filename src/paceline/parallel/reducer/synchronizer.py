@@ -161,8 +161,8 @@ class GradientSynchronizer:
         if run.message_bytes:
             self._run = run
             raise SynchronizationError(
-                f"rank {dist.get_rank()}: the last backward pass was broken off while its "
-                "gradients were being averaged, and the ranks no longer agree on them; start again "
+                f"rank {dist.get_rank()}: the last backward pass was interrupted while its "
+                "gradients were being averaged, and the ranks no longer agree on them; restart "
                 "from a checkpoint"
             )
 
@@ -178,8 +178,8 @@ class GradientSynchronizer:
                 end_of_backward.take_part(self, task)
         elif self._run.task != task:
             raise SynchronizationError(
-                "a reentrant checkpoint around the whole container ran a backward pass inside of "
-                "the container's own; use checkpoint(..., use_reentrant=False)"
+                "a reentrant checkpoint around the whole container ran a backward pass inside the "
+                "container's own; use checkpoint(..., use_reentrant=False)"
             )
         self._run.average |= average
         return self._run
@@ -251,8 +251,8 @@ class GradientSynchronizer:
         if run.is_complete[index]:
             raise GradientError(
                 f"parameter {self._names[index]!r} got a second gradient in one backward pass, "
-                "when the first had been taken for complete: it is used inside and outside of a "
-                "reentrant checkpoint; use checkpoint(..., use_reentrant=False)"
+                "after the first was taken as complete: it is used inside and outside a reentrant "
+                "checkpoint; use checkpoint(..., use_reentrant=False)"
             )
         self.arrived[index] = 1
         if run.times is not None:

@@ -183,8 +183,8 @@ class ShardedDataParallel(DataParallel):
     def _local_gradients(self) -> LocalGradients:
         if self._shared.steps_in_backward:
             raise UsageError(
-                "gradients cannot be clipped where buckets step in backward: their norm is known "
-                'only when it is over; use step_mode="after_backward"'
+                "gradients cannot be clipped when buckets step in backward: their norm is known "
+                'only after backward; use step_mode="after_backward"'
             )
         self._shared.decide_gradients()
         shards = [shard.tensor for flat in self._shared.flats for shard in flat.shards]
@@ -249,14 +249,13 @@ class ShardedDataParallel(DataParallel):
         if self._shared.has_stepped and self._sync_state.synchronize and self.training:
             raise UsageError(
                 "this container has updated parameters in backward, and the optimizer's step() was "
-                "not called since; call it after every backward that is averaged, and accumulate "
-                'in no_sync(). To leave out steps, use step_mode="after_backward"'
+                "not called since; call it after every synchronized backward, and accumulate in "
+                'no_sync(). To skip steps, use step_mode="after_backward"'
             )
         if self._num_passes > 0 and not self._shared.has_optimizer:
             raise UsageError(
                 "gradients were reduce-scattered, but no ShardedOptimizer updates the shards; "
-                "make one of this container's parameters in place of a plain optimizer, to which "
-                "they seem to have no gradients"
+                "create one for this container's parameters; a plain optimizer sees no gradients"
             )
         return super()._prepare()
 
@@ -270,8 +269,9 @@ class ShardedDataParallel(DataParallel):
             ]
         for name in unknown:
             raise UsageError(
-                f"parameter {name!r} was frozen or elsewhere when its container was made, so that "
-                "no rank has a shard of it; wrap the model anew, and load the optimizer's state"
+                f"parameter {name!r} was frozen or not in the model when its container was "
+                "created, so no rank has a shard of it; wrap the model again, and load the "
+                "optimizer's state"
             )
 
     def _describe_settings(self) -> str:

@@ -137,8 +137,8 @@ class FlatParameters:
         ):
             if parameter.data_ptr() != address:
                 raise UsageError(
-                    f"parameter {name!r} was moved or converted after its memory was "
-                    "sharded over the ranks; move and convert the model before"
+                    f"parameter {name!r} was moved or converted after its memory was sharded over "
+                    "the ranks; move and convert the model before wrapping it"
                 )
 
     @torch.no_grad()

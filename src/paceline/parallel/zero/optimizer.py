@@ -191,7 +191,8 @@ class ShardedOptimizer(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise UsageError(
             "a ShardedOptimizer cannot be copied or pickled: its state belongs to the shards of "
-            "these parameters; make another of the copy's parameters, and load full_state_dict()"
+            "these parameters; create another for the copy's parameters, and load "
+            "full_state_dict()"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,8 +256,8 @@ class ShardedOptimizer(Optimizer):
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if hasattr(parameter, "device_mesh"):
                 raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, sharded over "
-                    "ranks already, and so is its optimizer's state; use a plain optimizer"
+                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, already sharded "
+                    "over ranks, and so is its optimizer's state; use a plain optimizer"
                 )
             if (found := find_sharded_parameters(parameter)) is None:
                 plain.append(parameter)
@@ -286,8 +287,8 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if self.partition is not Partition.ELEMENTS:
             raise UsageError(
-                "a ShardedDataParallel cuts its parameters anywhere, which is right only for an "
-                "optimizer that treats each element by itself; use another container"
+                "a ShardedDataParallel splits single parameters over ranks, which works only with "
+                "an elementwise optimizer; use another container"
             )
         parameters.attach(self._step_flat)
         if parameters not in self._containers:

@@ -175,7 +175,7 @@ def saved_keys(
     """
     if f"{prefix}.{_GROUPS}" not in saved:
         raise OptimizerStateError(
-            f"the checkpoint holds no sharded optimizer under {prefix!r}; its first entries are "
+            f"the checkpoint has no sharded optimizer under {prefix!r}; its first entries are "
             f"{', '.join(list(saved)[:3])}"
         )
     keys: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -246,7 +246,7 @@ def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> No
     for parameter, name in names.items():
         if name not in saved:
             raise OptimizerStateError(
-                f"the checkpoint knows no parameter {name!r}, but {', '.join(list(saved)[:3])} and "
+                f"the checkpoint has no parameter {name!r}, but {', '.join(list(saved)[:3])} and "
                 "others; give the model that was saved, under the same names"
             )
         if saved[name] != _layout(parameter):

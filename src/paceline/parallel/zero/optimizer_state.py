@@ -182,7 +182,7 @@ def load_options(
     if lengths != saved_lengths:
         raise OptimizerStateError(
             f"the optimizer's groups have {lengths} parameters, the saved ones {saved_lengths}; "
-            "make the optimizer with the groups that it was saved with"
+            "create the optimizer with the groups that it was saved with"
         )
     for group, options in zip(groups, saved, strict=True):
         group.update({name: v for name, v in options.items() if name not in NOT_OPTIONS})
@@ -219,8 +219,8 @@ def require_same_options(parts: Sequence[ShardOptimizer]) -> None:
         name, values = changes[0].name, {repr(change.value) for change in changes}
         raise OptimizerStateError(
             f"the optimizer keeps {name!r} in its groups, and has computed "
-            f"{', '.join(sorted(values))} for shards of one group: it is not an optimizer that "
-            "can be sharded, nor can its state be saved in whole"
+            f"{', '.join(sorted(values))} for shards of one group: this optimizer cannot be "
+            "sharded, and its full state cannot be saved"
         )
 
 

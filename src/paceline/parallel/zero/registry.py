@@ -65,8 +65,8 @@ class ShardedParameters:
             gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
         if self._find_step() not in (None, step_flat):
             raise UsageError(
-                "the parameters of a ShardedDataParallel belong to another ShardedOptimizer "
-                "already; give one optimizer several groups instead"
+                "the parameters of a ShardedDataParallel already belong to another "
+                "ShardedOptimizer; give one optimizer several groups instead"
             )
         self._find_step = weakref.WeakMethod(step_flat)
 
@@ -74,8 +74,8 @@ class ShardedParameters:
         """Updates this rank's shards, whose gradients have arrived, and sends them."""
         if (step := self._find_step()) is None:
             raise UsageError(
-                "a ShardedDataParallel that steps in backward has no optimizer; make a "
-                "ShardedOptimizer of its parameters before the first backward"
+                "a ShardedDataParallel that steps in backward has no optimizer; create a "
+                "ShardedOptimizer for its parameters before the first backward"
             )
         self.has_stepped = True
         step(flat)

@@ -167,7 +167,7 @@ class ShardOptimizer:
         if gradient.layout != torch.strided:
             raise UsageError(
                 f"a parameter of shape {tuple(gradient.shape)} has a {gradient.layout} gradient, "
-                'which cannot be cut; use partition="parameters", or make its layer with '
+                'which cannot be split; use partition="parameters", or create its layer with '
                 "sparse=False"
             )
         return flat_elements(shard.parameter, gradient)[shard.start : shard.end]

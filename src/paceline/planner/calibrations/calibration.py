@@ -93,7 +93,9 @@ class FrameworkCalibration:
         for name, doublings in self._outside(layouts, workload):
             if np.max(doublings) > 0:
                 low, high = self.seen[name]
-                found.append(f"{name} outside of {low:,.0f} to {high:,.0f}, which rows cover")
+                found.append(
+                    f"{name} outside of {low:,.0f} to {high:,.0f}, the range of the measured runs"
+                )
         return tuple(found)
 
     def _outside(self, layouts: Layouts, workload: Workload) -> Iterator[tuple[str, Any]]:

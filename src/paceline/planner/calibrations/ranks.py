@@ -92,7 +92,9 @@ def _links(calibration: Calibration, domain: str | None) -> Tier:
     """Returns the links inside of a domain that all calibrated ranks share, or of everything."""
     ranks = calibration.world_size
     if ranks == 1:
-        raise UsageError("the calibration is of one rank, which has no links; calibrate several")
+        raise UsageError(
+            "the calibration is of one rank, which has no links; calibrate on several ranks"
+        )
     last = calibration.collective("all_reduce").segments[-1]
     if last.bytes_per_s is None:
         raise UsageError("the calibration has no bandwidth: calibrate with larger messages")

@@ -77,7 +77,7 @@ def find_calibration(
     kind = "mixtures of experts" if of_experts else "dense models"
     raise UsageError(
         f"no calibration of {kind} for {device} with {precision}; there are: {', '.join(pairs)}. "
-        "paceline plan calibrate makes one of your own rows"
+        "paceline plan calibrate makes one from your own runs"
     )
 
 
@@ -85,7 +85,7 @@ def read_calibrations(path: pathlib.Path | str) -> list[FrameworkCalibration]:
     """Reads calibrations, one per line."""
     path = pathlib.Path(path)
     if not path.exists():
-        raise UsageError(f"{path}: no such file; paceline plan calibrate makes one")
+        raise UsageError(f"{path}: no such file; paceline plan calibrate writes one")
     made = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:

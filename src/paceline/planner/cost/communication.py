@@ -181,7 +181,7 @@ def exposed_data(
     )
     return Quantity(
         total,
-        "what passes do not hide of averaging gradients and gathering parameters",
+        "exposed time of averaging gradients and gathering parameters",
         lambda _: (
             f"{format_seconds(first_number(gradients))} for all gradients, "
             f"{format_seconds(first_number(gathered))} for all parameters, each time"

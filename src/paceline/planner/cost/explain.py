@@ -59,12 +59,12 @@ def _assumptions(
         f"{workload.micro_batch}, tokens in a sequence: {workload.context_length}",
         f"{workload.attention} attention, {'with' if workload.dropout else 'no'} dropout, "
         f"activation checkpointing: {layout.activation_checkpointing}",
-        f"a device reaches {format_decimal(cluster.flops_per_s, 'FLOP/s')} on matrices and "
+        f"a device reaches {format_decimal(cluster.flops_per_s, 'FLOP/s')} on matmuls and "
         f"{format_decimal(cluster.memory_bytes_per_s, 'B/s')} of memory bandwidth",
         f"links of one device in one direction: {tiers}",
         f"gradients averaged {averaged}; {hidden:.0%} of a pass can hide communication",
-        "parameters of the fullest stage; neither the allocator's gaps nor what drivers keep for "
-        "themselves",
+        "parameters of the fullest stage; without fragmentation of the allocator and memory of "
+        "the driver",
     )
 
 
@@ -79,8 +79,8 @@ def _memory_lines(
     recomputed = format_binary_bytes(first_number(recomputed_bytes(layouts, workload)))
     logits = format_binary_bytes(first_number(logit_bytes(layouts, workload)))
     yield WorkedLine(
-        formula="working = what the first stage computes again, or the last stage's logits, "
-        "as far as they reach above the activations",
+        formula="working = recomputed activations of the first stage, or logits of the last "
+        "stage, as far as they exceed the activations",
         numbers=f"{recomputed}, or {logits}",
         result=format_binary_bytes(first_number(memory.working)),
     )

@@ -150,7 +150,7 @@ def step_quantities(
 ) -> dict[str, Quantity]:
     """Returns the terms of every layout with their formulas, by field of `StepTime`."""
     if np.min(hidden) < 0 or np.max(hidden) > 1:
-        raise UsageError(f"hidden is {hidden}; it is a share of a pass, from 0 to 1")
+        raise UsageError(f"hidden is {hidden}; it is a fraction of a pass, from 0 to 1")
     shape = workload.shape
     spans = MeshSpans.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
@@ -163,7 +163,7 @@ def step_quantities(
     flops_per_s = Quantity(cluster.flops_per_s, "FLOP/s", _rate("FLOP/s"))
     bandwidth = Quantity(cluster.memory_bytes_per_s, "bandwidth", _rate("B/s"))
     lost = small_matmul_flops(layouts, workload, cluster)
-    matrices = Quantity(operations.layer_matrices + lost, "FLOPs of matrices")
+    matrices = Quantity(operations.layer_matrices + lost, "FLOPs of matmuls")
     attention = _seconds(attention_time_s(layouts, workload, cluster), "attention")
     lost_in_head = small_head_flops(layouts, workload, cluster)
     head = Quantity(operations.head + lost_in_head, "output layer")
@@ -178,7 +178,7 @@ def step_quantities(
         routed = _seconds(sent, "all-to-alls of the expert axis")
         waits, expert = tensor + routed, passes * layers * routed
     context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
-    handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "what a stage hands on")
+    handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "messages between stages")
 
     layer = matrices / flops_per_s + attention + tokens * moved / bandwidth
     # The host runs ahead of the device, so that only launches that take longer than all work show.
@@ -195,7 +195,7 @@ def step_quantities(
     )
     through_stages = engine_stages_s(layouts, cluster)
     handed_on_s = handed_on.value + through_stages
-    busy = _seconds(passes.value * (mean_s + handed_on_s), "what the mean stage is busy")
+    busy = _seconds(passes.value * (mean_s + handed_on_s), "busy time of the mean stage")
     engine_s = passes.value * (layers.value * per_block + through_stages)
     engine_s = engine_s + engine_data_s(layouts, workload, cluster)
     shared = cluster.oversubscription
@@ -219,7 +219,7 @@ def step_quantities(
         ),
         "optimizer_s": owned * update / _update_rate(cluster, bandwidth),
         "engine_s": _seconds(engine_s, "calls of torch's engine"),
-        "fixed_s": _seconds(cluster.step_s, "what every step takes"),
+        "fixed_s": _seconds(cluster.step_s, "fixed time per step"),
         "measured_s": passes * layers * measured,
     }
 

@@ -60,13 +60,13 @@ class Tiers:
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[-1].num_devices is not None:
-            raise UsageError("the last tier must have num_devices=None: it holds every device")
+            raise UsageError("the last tier must have num_devices=None: it contains every device")
         below = 1
         for tier in self.tiers[:-1]:
             if tier.num_devices is None or tier.num_devices < below or tier.num_devices % below:
                 raise UsageError(
-                    f"tier {tier.name!r} holds {tier.num_devices} devices; it must hold a whole "
-                    f"number of domains of {below} devices, the tier inside it"
+                    f"tier {tier.name!r} has {tier.num_devices} devices; it must be a multiple of "
+                    f"{below}, the devices of the tier inside it"
                 )
             below = tier.num_devices
 

@@ -125,7 +125,7 @@ def _raise_too_late(points: list[BudgetPoint], least: float, deadline_days: floa
         )
     fastest = min(points, key=lambda point: point.run.days)
     raise UsageError(
-        f"nothing makes {deadline_days:g} days: the fastest of {len(points)} numbers of devices, "
-        f"{fastest.devices:,}, takes {fastest.run.days:.3g}; give a later --deadline, fewer "
-        "--flops, or a larger --batch-tokens, over which more devices can be used"
+        f"no number of devices meets {deadline_days:g} days: the fastest of {len(points)} that "
+        f"were tried, {fastest.devices:,} devices, takes {fastest.run.days:.3g} days; give a "
+        "later --deadline, fewer --flops, or a larger --batch-tokens, which can use more devices"
     )

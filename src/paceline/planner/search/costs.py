@@ -99,7 +99,7 @@ def assumed_costs(
         hidden=1.0,
         interval=lambda layouts, workload: (low, high),
         outside=lambda layouts, workload: (),
-        note=f"no calibration {kind}for {device.name}: {share:.0%} of its "
-        "stated peak, 70% of its memory bandwidth and 400 Gbit/s between hosts are assumed, and "
-        f"may be off by {off}",
+        note=f"no calibration {kind}for {device.name}: {share:.0%} of its stated peak, 70% of its "
+        "memory bandwidth and 400 Gbit/s between hosts are assumed, and the result may be off by "
+        f"{off}",
     )

@@ -69,11 +69,13 @@ class SearchQuestion:
         require_at_least(self, 1, "context_length", "global_batch", "num_devices")
         require_at_least(self, 1, "devices_per_host")
         if not self.memory_bytes > 0:
-            raise UsageError(f"SearchQuestion.memory_bytes is {self.memory_bytes}; give some")
+            raise UsageError(
+                f"SearchQuestion.memory_bytes is {self.memory_bytes}; it must be positive"
+            )
         if self.experts is not None and self.runnable:
             raise UsageError(
-                "paceline train has no mixtures of experts, so that nothing of one is runnable; "
-                "search without --runnable, or a dense model"
+                "paceline train does not support mixtures of experts, so no layout is runnable; "
+                "search without --runnable, or use a dense model"
             )
         if self.experts is None and self.fixed.get("expert", 1) != 1:
             raise UsageError(

@@ -176,9 +176,9 @@ def _raise_none(
     tightest = _name_of(column, question)
     more = least_bytes / question.memory_bytes
     raise NoLayoutError(
-        f"none of {num_candidates:,} layouts{given} fits: the smallest ({tightest}) holds "
-        f"{format_binary_bytes(least_bytes)} of {format_binary_bytes(question.memory_bytes)} per "
-        f"device; {_remedy(question, more)}",
+        f"none of {num_candidates:,} layouts{given} fits: the smallest ({tightest}) needs "
+        f"{format_binary_bytes(least_bytes)} per device, which has "
+        f"{format_binary_bytes(question.memory_bytes)}; {_remedy(question, more)}",
         least_bytes,
     )
 
@@ -197,7 +197,7 @@ def _divisible(question: SearchQuestion) -> str:
     instead = "a batch and a number of devices that share more factors, such as powers of two"
     if not most:
         return f"give {instead}"
-    return f"{most:,} devices would divide them; take so many, or {instead}"
+    return f"{most:,} devices would divide them; use that many, or {instead}"
 
 
 def _remedy(question: SearchQuestion, more: float) -> str:

@@ -55,7 +55,7 @@ def _section_lines(number: int, section: Section) -> list[str]:
 def _part_lines(part: AnsweredPart) -> list[str]:
     lines = [f"### {_text(part.title)}", "", f"_{_text(part.question)}_", ""]
     if not part.blocks:
-        lines += ["Not measured. This measures it:", "", "```console"]
+        lines += ["Not measured yet. To measure it, run:", "", "```console"]
         lines += [*(f"$ {command}" for command in part.commands), "```", ""]
     for block in part.blocks:
         lines += _block_lines(block)

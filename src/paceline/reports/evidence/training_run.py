@@ -65,8 +65,8 @@ def read_run(directory: str | os.PathLike[str]) -> TrainingRun:
     ]
     if missing:
         raise UsageError(
-            f"{place}: no run of paceline train, without {', '.join(missing)}; name what `out` in "
-            "its config names"
+            f"{place}: not the directory of a run: no {', '.join(missing)}; name the directory "
+            "that is `out` in its config"
         )
     return TrainingRun(
         name=place.resolve().name,
@@ -84,4 +84,4 @@ def _decoded(path: pathlib.Path, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNDECODABLE as error:
-        raise RecordError(f"{path}: not what a run writes there: {error}") from error
+        raise RecordError(f"{path}: not a valid file of a run: {error}") from error

@@ -43,7 +43,7 @@ def outcome_table(run: TrainingRun) -> Table:
             for name, (label, write) in written.items()
             if name in metrics
         ),
-        caption="What came of the run, beside what was predicted",
+        caption="Measured and predicted",
     )
 
 
@@ -55,7 +55,7 @@ def phases_table(run: TrainingRun) -> Table:
         "exposed_communication_s": "exposed communication",
         "data_wait_s": "waiting for data",
         "evaluation_s": "evaluation",
-        "checkpoint_s": "checkpoint: standing still for it",
+        "checkpoint_s": "checkpoint: training stopped for it",
     }
     return Table(
         headers=("phase", "time", "share"),
@@ -63,9 +63,9 @@ def phases_table(run: TrainingRun) -> Table:
             (names[field], format_duration(seconds), f"{seconds / times.total_s:.1%}")
             for field, seconds in dataclasses.asdict(times).items()
         ),
-        caption="Time by phase, of the steps that count: what was lost to a kill is not among them",
+        caption="Time by phase, without the steps that were lost when the run was killed",
         notes=(
-            "Exposed communication is extrapolated from the steps that were looked at, one in "
+            "Exposed communication is extrapolated from the steps that were sampled, one in "
             "logging.every_steps.",
         ),
     )

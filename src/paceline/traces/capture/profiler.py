@@ -97,8 +97,8 @@ def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
         ]
         if missing := [str(part.path) for part in parts if not part.path.exists()]:
             raise TraceError(
-                f"not seen from the first rank: {', '.join(missing)}; write to a directory that "
-                "all hosts share"
+                f"the first rank cannot see {', '.join(missing)}; write to a directory that all "
+                "hosts share"
             )
         merge_traces(parts, path)
         for part_of_rank in parts:

@@ -114,7 +114,7 @@ class Catalog:
             wrong = int(np.argmax(is_wrong))
             raise TraceError(
                 f"{self._path}: event {self.keys[keys[wrong]].name[:80]!r} begins at "
-                f"{begins[wrong]} us and takes {durations[wrong]} us, which cannot be"
+                f"{begins[wrong]} us and takes {durations[wrong]} us, which is impossible"
             )
         table["start"] = np.rint(begin * 1e3)
         table["end"] = table["start"] + np.rint(duration * 1e3).astype(np.int64)

@@ -167,7 +167,7 @@ def _end_without_messages(work: Sequence[StageWork], durations: Sequence[float])
             raise TraceError(
                 f"rank {piece.rank} begins {short_name(piece.what.name)} before "
                 f"{short_name(needed.name)}, which it needs; the clocks of the ranks differ, or "
-                "the trace has lost it: trace again"
+                "the trace is incomplete: trace again"
             )
         ready = 0.0 if needed is None else ended[needed]
         end = max(free.get(piece.rank, 0.0), ready) + duration

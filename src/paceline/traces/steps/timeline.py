@@ -28,7 +28,7 @@ class Timeline:
         for chunk in events.chunks():
             self._look_at(chunk)
             if sum(len(steps) for steps in self._found.values()) > MAX_STEPS:
-                raise TraceError(f"{path}: more than {MAX_STEPS} steps; trace fewer of them")
+                raise TraceError(f"{path}: more than {MAX_STEPS} steps; trace fewer steps")
         self.windows: dict[int, Intervals] = {}
         """Start and end of each rank's steps, in order and without overlap."""
         self.labels: dict[int, list[str]] = {}

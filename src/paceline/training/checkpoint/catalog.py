@@ -73,7 +73,7 @@ def keep_last(place: Place, number: int) -> list[int]:
         number: How many stay, at least one.
     """
     if number < 1:
-        raise CheckpointError(f"{place.url}: at least one checkpoint has to be kept, not {number}")
+        raise CheckpointError(f"{place.url}: keep at least one checkpoint, not {number}")
     removed = list(complete_steps(place))[number:]
     for step in removed:
         place.remove(step)

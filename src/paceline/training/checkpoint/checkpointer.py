@@ -57,7 +57,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"at least one checkpoint has to be kept, not {keep}")
+            raise CheckpointError(f"keep at least one checkpoint, not {keep}")
         self.place = open_place(place) if isinstance(place, (str, os.PathLike)) else place
         self._keep = keep
         self._max_file_bytes = max_file_bytes

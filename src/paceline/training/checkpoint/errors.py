@@ -6,7 +6,7 @@ import os
 from paceline.core.errors import DISK_FULL, PacelineError
 
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-REMEDY = "load an older checkpoint, or bring the file back from a copy"
+REMEDY = "load an older checkpoint, or restore the file from a backup"
 """What helps against a file that is missing or damaged."""
 
 
@@ -21,32 +21,32 @@ class DamagedCheckpointError(CheckpointError):
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Returns what to raise when a file of a checkpoint cannot be written."""
     if error.errno in DISK_FULL:
-        remedy = "make room or name another place"
+        remedy = "free disk space or name another place"
     elif error.errno in _FORBIDDEN:
         remedy = "name a place that can be written to"
     elif error.errno == errno.EIO:
-        remedy = "the disk fails; name a place on another one"
+        remedy = "the disk is failing; name a place on another disk"
     else:
-        remedy = "look at the place, or name another one"
+        remedy = "check the place, or name another one"
     return CheckpointError(
         f"{os.fspath(path)}: {error.strerror or error}, so this checkpoint was not saved; "
-        f"{remedy}; the checkpoints before it are untouched"
+        f"{remedy}; earlier checkpoints are not affected"
     )
 
 
 def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Returns what to raise when a checkpoint cannot be removed or renamed."""
     return CheckpointError(
-        f"{os.fspath(path)}: {error.strerror or error}, so it cannot be removed or renamed; do it "
-        "by hand, or allow this process to"
+        f"{os.fspath(path)}: {error.strerror or error}, so it cannot be removed or renamed; do so "
+        "by hand, or give this process the permission"
     )
 
 
 def cannot_list(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Returns what to raise when nobody can tell which checkpoints are in a directory."""
     return CheckpointError(
-        f"{os.fspath(path)}: {error.strerror or error}, so it is not known which checkpoints are "
-        "there; look at the disk, or name another place"
+        f"{os.fspath(path)}: {error.strerror or error}, so its checkpoints cannot be listed; "
+        "check the disk, or name another place"
     )
 
 

@@ -81,8 +81,7 @@ def verify_checkpoint(
     place = open_place(where)
     if step not in place.steps():
         raise CheckpointError(
-            f"{place.url}: no checkpoint of step {step}; `paceline checkpoint list` shows those "
-            "that are there"
+            f"{place.url}: no checkpoint of step {step}; list them with `paceline checkpoint list`"
         )
     storage = place.storage(step)
     try:

@@ -179,10 +179,13 @@ class _Replicas:
             return code if code in (0, STOPPED) else None
         replica.num_failures += 1
         if replica.num_failures >= _MOST_FAILURES:
-            _say(f"replica {number} failed {_MOST_FAILURES} times in a row, and is given up")
+            _say(
+                f"replica {number} failed {_MOST_FAILURES} times in a row, and is not restarted "
+                "again"
+            )
             return code
         pause_s = min(_FIRST_PAUSE_S * 2 ** (replica.num_failures - 1), _LONGEST_PAUSE_S)
-        _say(f"replica {number} ended with exit code {code} and is started again")
+        _say(f"replica {number} ended with exit code {code} and is restarted")
         replica.next_start_s = now + pause_s
         return None
 

@@ -105,9 +105,9 @@ def train_replica(
                 continue
             if not result.is_finite:
                 raise DivergedError(
-                    f"step {step + 1}: the loss is {result.loss}, the norm of the gradients "
-                    f"{result.gradient_norm}; no replica has stepped. Go on with a lower "
-                    "optimizer.learning_rate or training.clip_norm"
+                    f"step {step + 1}: the loss is {result.loss}, the gradient norm "
+                    f"{result.gradient_norm}; no replica has applied the update. Resume with a "
+                    "lower optimizer.learning_rate or training.clip_norm"
                 )
             data.commit()
             note_first_step()
@@ -186,10 +186,10 @@ def _changes(
     """Returns what to say when others take part than in the step before."""
     if seen is None or seen.live == members.live:
         return []
-    message = f"{members.live} of {num_replicas} from step {step + 1} on, {seen.live} before"
+    message = f"{members.live} of {num_replicas} replicas from step {step + 1}, {seen.live} before"
     return [EventRow(step=step, name=REPLICAS, message=message)]
 
 
 def _again(step: int, group: ReplicaGroup) -> str:
     problem = group.problem
-    return f"step {step + 1} is done again{f': {problem}' if problem else ''}"
+    return f"step {step + 1} is repeated{f': {problem}' if problem else ''}"

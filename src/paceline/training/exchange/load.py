@@ -37,7 +37,7 @@ def load_model(where: str, step: int | None = None) -> LoadedModel:
     directory = pathlib.Path(where)
     if "://" not in where and (directory / CONFIG).exists():
         if step is not None:
-            raise UsageError(f"{where} is one model, without steps; leave --step out")
+            raise UsageError(f"{where} is a single model without checkpoints; leave --step out")
         return _from_directory(directory)
     saved = open_saved_model(where, step)
     tokenizer = _tokenizer(saved.tokenizer_json, saved.identity.end_of_document, where)
@@ -77,7 +77,7 @@ def _transformer(shape: ModelShape, state: dict[str, Tensor]) -> TransformerLM:
 def _tokenizer(json: str | None, end_of_document: int | None, where: str) -> Tokenizer:
     if json is None:
         raise UsageError(
-            f"{where}: no {TOKENIZER}, without which text cannot become tokens; put the one that "
+            f"{where}: no {TOKENIZER}, which is needed to tokenize text; copy the tokenizer that "
             "the data was prepared with there"
         )
     return Tokenizer(json, end_of_document, f"{where}: {TOKENIZER}")

@@ -69,8 +69,8 @@ def open_saved_model(where: str, step: int | None = None) -> SavedModel:
     if step is None or step not in steps:
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(
-            f"{where}: no {what}; name the directory of a run, or the place of its checkpoints, "
-            "which `paceline checkpoint list` shows"
+            f"{where}: no {what}; give the directory of a run or the place of its checkpoints; "
+            "`paceline checkpoint list` shows what is there"
         )
     checkpoint = open_checkpoint(place, step)
     return SavedModel(

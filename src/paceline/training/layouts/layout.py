@@ -19,14 +19,14 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         return layout
     if config.model.hugging_face is not None:
         raise UsageError(
-            "parallel.tensor, context, pipeline and replicate know the blocks of Paceline's own "
-            "model, not those of model.hugging_face; leave them at 1"
+            "parallel.tensor, context, pipeline and replicate are for Paceline's own model, not "
+            "for model.hugging_face; leave them at 1"
         )
     if layout.tensor > 1 and config.model.compile_blocks:
         # torch 2.13: in backward, a compiled block hands DTensor's redistribution a plain tensor.
         raise UsageError(
-            f"parallel.tensor {layout.tensor} cannot run with model.compile_blocks: torch's "
-            "compiler does not bring the gradients of DTensors back; leave one of them out"
+            f"parallel.tensor {layout.tensor} cannot run with model.compile_blocks: torch.compile "
+            "does not return the gradients of DTensors; leave one of them out"
         )
     passes = config.training.num_passes(layout.data_parallel)
     work = Work(
@@ -39,7 +39,8 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         raise UsageError(
             f"parallel.pipeline {layout.pipeline} needs micro-batches of equal size, and "
             f"training.batch_size {config.training.batch_size} is not divisible by "
-            f"{layout.data_parallel} data-parallel ranks with {passes} micro-batches each"
+            f"{layout.data_parallel} data-parallel ranks with {passes} micro-batches each; change "
+            "training.batch_size or training.micro_batch_size"
         )
     return layout
 
@@ -52,8 +53,8 @@ def _arranged(config: RunConfig, world_size: int) -> ParallelLayout:
     if remainder:
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise UsageError(
-            f"parallel: {axes} and replicate {parallel.replicate} take {inner} ranks, which do not "
-            f"divide {world_size}; start a multiple of {inner}"
+            f"parallel: {axes} and replicate {parallel.replicate} need {inner} ranks, but "
+            f"{world_size} is not a multiple of that; start a multiple of {inner}"
         )
     sharding = sharding_of(parallel.strategy)
     is_sharded = sharding != "none"

@@ -150,8 +150,8 @@ class Observers:
                 self._observers.remove(observer)
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._warn(
-                    f"paceline: {type(observer).__name__} failed {when} and is told nothing any "
-                    f"more; training goes on: {reason}\n"
+                    f"paceline: {type(observer).__name__} failed {when} and gets no more metrics; "
+                    f"training continues: {reason}\n"
                 )
 
 

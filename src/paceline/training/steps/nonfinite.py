@@ -33,7 +33,7 @@ def explain_nonfinite(module: nn.Module, compute: Callable[[], object], what: st
     dist.all_gather_object(reports, own)
     wrong = [report for report in reports if report is not None]
     if not wrong:
-        return "computed again, everything was finite: suspect the hardware of one of the ranks"
+        return "everything was finite when computed again: suspect faulty hardware of a rank"
     more = f"; and {len(wrong) - _MOST_RANKS} more ranks" if len(wrong) > _MOST_RANKS else ""
     return "; ".join(wrong[:_MOST_RANKS]) + more
 

@@ -28,8 +28,8 @@ def make_optimizers(
         return {"adamw": _adamw(config, strategy, model, named)}
     if strategy in SHARDED_STATE:
         raise UsageError(
-            f"optimizer.name muon needs whole matrices, which {strategy} does not leave to a rank; "
-            "take parallel.strategy bucketed, or optimizer.name adamw"
+            f"optimizer.name muon needs whole matrices on each rank, but {strategy} shards them; "
+            "use parallel.strategy bucketed, or optimizer.name adamw"
         )
     matrices = [(name, p) for name, p in named if p.ndim == 2 and ".blocks." in f".{name}"]
     chosen = {name for name, _ in matrices}

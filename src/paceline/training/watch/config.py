@@ -9,34 +9,34 @@ from paceline.core.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What is looked at while the run trains, and what is done about it."""
+    """Detection of corruption, bad losses, stragglers and hangs, and the response to them."""
 
     hash_every_steps: int = 10
-    """Steps between comparisons of what all ranks hold alike, weights and optimizer state; 0 for
-    none. Before a checkpoint it is compared in any case."""
+    """Steps between comparisons of replicated weights and optimizer state across ranks; 0 for
+    none. They are also compared before each checkpoint."""
     hash_at_rest: bool = False
-    """Also compare what each rank holds before an update with what the update before has left, in
-    every step. Finds flipped bits of shards, and the rank where only two disagree."""
+    """In every step, also check that the state of each rank is unchanged since its last update.
+    This finds flipped bits in shards, and names the corrupted rank even if there are only two."""
     on_corruption: Literal["stop", "rollback"] = "stop"
-    """What to do when weights or optimizer state of a rank have changed by themselves: stop, or
-    rollback to the last checkpoint."""
+    """Response to silent corruption of weights or optimizer state: stop, or rollback to the last
+    checkpoint."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do about a loss or gradients that are not finite, with which no rank steps: stop,
-    skip the batch, or rollback to the last checkpoint and skip the samples since."""
+    """Response to a loss or gradients that are not finite, which no rank applies: stop, skip the
+    batch, or rollback to the last checkpoint and skip the samples since then."""
     on_spike: Literal["report", "skip", "rollback"] = "report"
-    """What to do about a loss far above the last ones: report it and step all the same, or as for
+    """Response to a loss spike: report it and apply the update, or skip or rollback as in
     on_nonfinite."""
     spike_threshold: float = 10.0
-    """Standard deviations above the median of the last 100 losses at which a spike begins, as
-    their median absolute deviation has them."""
+    """Standard deviations above the median of the last 100 losses that make a loss a spike,
+    estimated from the median absolute deviation of these losses."""
     most_in_a_row: int = 3
-    """Batches that may be skipped one after another, and rollbacks to the same checkpoint, before
+    """Maximum number of consecutive skipped batches, or of rollbacks to the same checkpoint, before
     the run stops."""
     stragglers: bool = True
-    """Name a rank whose own work takes more than 1.3 times the median, or that was stopped."""
+    """Report a rank whose own work takes more than 1.3 times the median, or that was stopped."""
     step_timeout_s: float | None = None
-    """Seconds after which a step that hangs ends the run; by default a collective does after
-    parallel.timeout_s. The first step of a start may take longer."""
+    """Seconds after which a hanging step ends the run; by default, only a collective that exceeds
+    parallel.timeout_s does. The first step after each start may take longer."""
 
     def __post_init__(self) -> None:
         if self.hash_every_steps < 0:

@@ -80,9 +80,9 @@ class Recovery:
         answer = self._config.on_spike if is_spike else self._config.on_nonfinite
         what = f"step {step + 1}: the loss is {result.loss:g}"
         if is_spike:
-            what += f", where the last ones make more than {self._watch.spike_limit:g} a spike"
+            what += f", above the spike limit {self._watch.spike_limit:g}"
         else:
-            what += f", the norm of the gradients {result.gradient_norm:g}"
+            what += f", the gradient norm {result.gradient_norm:g}"
         if answer == "skip" and self._may_skip():
             self._note_skipped(step, batch.first_sample, self._batch_size, what)
             return step
@@ -91,12 +91,13 @@ class Recovery:
             if restored is not None:
                 return restored
         kept = self._states.keep_diverged(step, self._trainee, self._loader)
-        why = f"{self._in_a_row} in a row" if self._in_a_row else "nothing is to be skipped"
+        why = f"{self._in_a_row} in a row" if self._in_a_row else "no batch may be skipped"
         if not is_spike:
             why = _explain(runner, self._trainee, batch)
         raise DivergedError(
-            f"{what}: {why}; no rank has stepped, and {kept} has the state before the step. Go on "
-            "from a checkpoint with a lower optimizer.learning_rate or training.clip_norm"
+            f"{what}: {why}; no rank has applied the update, and {kept} has the state before the "
+            "step. Resume from a checkpoint with a lower optimizer.learning_rate or "
+            "training.clip_norm"
         )
 
     def after_damage(self, step: int, found: str) -> int:
@@ -114,8 +115,8 @@ class Recovery:
                 return restored
         self._observer.note(EventRow(step=step, name=CORRUPTED, message=what))
         raise CorruptionError(
-            f"corruption {what}; nothing was saved since. Start the run again, which goes on from "
-            "its newest checkpoint, without the host of a rank that this happens to twice"
+            f"corruption {what}; nothing was saved since. Run the same command again to resume "
+            "from the newest checkpoint, without the host of a rank that is corrupted twice"
         )
 
     def _leave_out_window(self, what: str) -> int | None:
@@ -134,7 +135,7 @@ class Recovery:
         """Restores the newest checkpoint; returns its step, or None if there is none yet."""
         restored = self._states.roll_back(self._trainee, self._loader)
         if restored is not None:
-            message = f"again from step {restored}, {reason}"
+            message = f"rolled back to step {restored}, {reason}"
             self._observer.note(EventRow(step=restored, name=STARTED, message=message))
             self._watch.hold()
         return restored

@@ -48,14 +48,14 @@ def compare_replicas(trainee: Trainee, device: torch.device) -> str | None:
     others = [rank for rank, own in enumerate(totals) if own != most_held]
     if 2 * number > len(totals):
         return "; ".join(
-            f"rank {rank} holds other bits than {number} of {len(totals)} ranks, first in "
+            f"rank {rank} differs from {number} of {len(totals)} ranks, first in "
             f"{names[places[rank]]}"
             for rank in others[:_MOST_RANKS]
         )
     return (
-        f"ranks {reference} and {others[0]} hold different bits, first in "
-        f"{names[places[others[0]]]}, and no majority says which of them is right; "
-        "watch.hash_at_rest would"
+        f"ranks {reference} and {others[0]} differ, first in {names[places[others[0]]]}, and "
+        "without a majority it is not known which one is corrupted; set watch.hash_at_rest to "
+        "find out"
     )
 
 

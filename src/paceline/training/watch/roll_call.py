@@ -99,7 +99,7 @@ def blame(answers: Sequence[Presence | None], patience_s: float) -> str:
     if behind:
         ahead = max(present, key=_progress)
         return f"{'; '.join(map(str, behind))}; others wait for it: {ahead}"
-    return f"all ranks answer, and are in the same place ({present[0]}): suspect the link"
+    return f"all ranks answer and are at the same point ({present[0]}): suspect the link"
 
 
 def _progress(presence: Presence) -> tuple[int, int]:

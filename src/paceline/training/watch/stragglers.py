@@ -103,9 +103,9 @@ class Stragglers:
         ]
         self._quiet |= dict.fromkeys(slow, step + _PAUSE_STEPS)
         return [
-            f"rank {rank} takes {format_seconds(times[rank])} per step by itself, "
-            f"{times[rank] / usual_s:.2f} of the median {format_seconds(usual_s)}; the fastest is "
-            f"rank {times.index(min(times))} with {format_seconds(min(times))}"
+            f"rank {rank} takes {format_seconds(times[rank])} per step without waiting, "
+            f"{times[rank] / usual_s:.2f} times the median {format_seconds(usual_s)}; the fastest "
+            f"is rank {times.index(min(times))} with {format_seconds(min(times))}"
             for rank in slow
         ]
 

@@ -93,7 +93,9 @@ class Watch:
         found = [] if self._stragglers is None else self._stragglers.find(step)
         events = [(STRAGGLER, message) for message in found]
         if self.spike_limit is not None:
-            events.append((SPIKE, f"loss {result.loss:.4g}, above {self.spike_limit:.4g}"))
+            events.append(
+                (SPIKE, f"loss {result.loss:.4g}, above the spike limit {self.spike_limit:.4g}")
+            )
         return events
 
     def find_damage(self, step: int, *, at_once: bool) -> str | None:

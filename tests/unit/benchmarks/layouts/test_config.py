@@ -29,9 +29,9 @@ def test_a_layout_is_written_in_one_way(text: str, written: str) -> None:
         ("pipeline", "'pipeline' is not one of replicate"),
         ("tensor=-2", "'tensor=-2' is not one of"),
         ("tensor=0", "ParallelLayout.tensor is 0"),
-        ("shard=2,zero=0", "say what is sharded"),
-        ("shard=2,zero=4", "zero=4 is no stage"),
-        ("pipeline=2,micro=0", "micro=0 has no sequences; take 1 or more"),
+        ("shard=2,zero=0", "set sharding to what is sharded"),
+        ("shard=2,zero=4", "zero=4 is not a ZeRO stage"),
+        ("pipeline=2,micro=0", "micro=0 has no sequences; use 1 or more"),
         ("tensor=2,micro=1,tensor=4", "tensor is given twice; leave one of them out"),
     ],
 )
@@ -49,10 +49,10 @@ def test_layouts_of_one_sweep_have_as_many_ranks() -> None:
 
 def test_what_cannot_run_is_refused_before_ranks_start() -> None:
     sweep = LayoutSweep(layouts=("pipeline=2,micro=8",), batch_size=8)
-    with pytest.raises(UsageError, match="pipeline=2,micro=8: pipeline 2 needs as many"):
+    with pytest.raises(UsageError, match="pipeline=2,micro=8: pipeline 2 needs at least as many"):
         list(sweep.cases())
     sweep = LayoutSweep(layouts=("replicate=2,micro=3",), batch_size=8)
-    with pytest.raises(UsageError, match="6 sequences in a pass do not divide --batch-size 8"):
+    with pytest.raises(UsageError, match="--batch-size 8 is not divisible by the 6 sequences"):
         list(sweep.cases())
 
 

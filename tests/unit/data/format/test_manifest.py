@@ -52,7 +52,7 @@ def test_it_comes_back_as_it_was_written(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "not finished; run `paceline data prepare`"),
+        (None, "an unfinished one; run `paceline data prepare`"),
         (b"{", "manifest.json: not a manifest"),
         (b"\xff", "manifest.json: not a manifest"),
         (encode_manifest(_MANIFEST).replace(b'"uint16"', b'"int8"'), r"`\$\.dtype`"),

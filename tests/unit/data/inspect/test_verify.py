@@ -50,10 +50,10 @@ def test_an_intact_dataset_has_no_findings(
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("train/00000001.tokens", _flip_a_bit, "digest: .*train/00000001.tokens has other bytes"),
+        ("train/00000001.tokens", _flip_a_bit, "digest: .*train/00000001.tokens does not match"),
         ("train/00000001.tokens", _cut, "size: .*31 bytes instead of 32"),
         ("train/00000001.tokens", pathlib.Path.unlink, "missing: .*tokens is missing"),
-        ("train/00000000.documents", _flip_a_bit, "digest: .*documents has other bytes"),
+        ("train/00000000.documents", _flip_a_bit, "digest: .*documents does not match"),
         ("tokenizer.json", _flip_a_bit, "digest: .*is not the tokenizer of this dataset"),
         ("tokenizer.json", pathlib.Path.unlink, "missing: .*tokenizer.json is missing"),
     ],

@@ -95,11 +95,13 @@ def test_a_windowed_epoch_stays_within_the_cache(dataset: str, tmp_path: pathlib
 def test_orders_that_need_more_than_the_cache_are_refused(
     dataset: str, tmp_path: pathlib.Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"19.53 KiB and the cache room for 12.70 KiB.* window"):
+    with pytest.raises(
+        UsageError, match=r"19.53 KiB, but the cache only has space for 12.70 KiB.* window"
+    ):
         TokenLoader(make_config(dataset, tmp_path, cache_bytes=13_000))
     with pytest.raises(UsageError, match=r"window of 200 samples .* 12 shards .* smaller window"):
         TokenLoader(make_config(dataset, tmp_path, cache_bytes=13_000, window=200))
-    with pytest.raises(UsageError, match="name a cache directory"):
+    with pytest.raises(UsageError, match="set cache_directory"):
         TokenLoader(
             LoaderConfig(sources=(SourceConfig(place=dataset),), context_length=2, batch_size=1)
         )
@@ -116,7 +118,7 @@ def test_what_is_open_stays_and_what_was_not_used_goes_first(
         assert left == ["00000000.tokens", "00000002.tokens"]
         with (
             cache.open(name_of(2)),
-            pytest.raises(DataError, match=r"no room .* 3.91 KiB are in use"),
+            pytest.raises(DataError, match=r"no space .* 3.91 KiB are in use"),
         ):
             cache.open(name_of(3))
     cache.open(name_of(3)).close()
@@ -132,7 +134,9 @@ def test_a_wrong_digest_is_an_error_with_the_name_of_the_shard(
     content[77] ^= 4
     storage.write(name_of(3), bytes(content))
     cache = make_cache(dataset, tmp_path)
-    with pytest.raises(DataError, match=rf"{dataset}/{name_of(3)}: its digest is not .*2 times"):
+    with pytest.raises(
+        DataError, match=rf"{dataset}/{name_of(3)}: does not match its digest .*2 times"
+    ):
         cache.open(name_of(3))
     assert not list(tmp_path.rglob("*.tokens"))
     with (
@@ -144,7 +148,7 @@ def test_a_wrong_digest_is_an_error_with_the_name_of_the_shard(
 
 def test_a_shard_that_is_not_there_is_named(dataset: str, tmp_path: pathlib.Path) -> None:
     open_storage(dataset).delete(name_of(4))
-    with pytest.raises(DataError, match=f"{name_of(4)}: the manifest lists it"):
+    with pytest.raises(DataError, match=f"{name_of(4)}: listed in the manifest"):
         make_cache(dataset, tmp_path).open(name_of(4))
 
 

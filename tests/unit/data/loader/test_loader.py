@@ -229,7 +229,7 @@ def test_configs_that_make_no_sense_are_refused(places: list[str]) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             make_config(places, **options)
-    with pytest.raises(UsageError, match="no source"):
+    with pytest.raises(UsageError, match="sources is empty"):
         make_config([])
     with pytest.raises(UsageError, match="12 samples per step cannot be shared by 13"):
         TokenLoader(make_config(places), rank=0, world_size=13)

@@ -84,7 +84,7 @@ def test_a_shard_of_another_size_is_named(tmp_path: pathlib.Path, size: int) -> 
     shard = tmp_path / "train" / "00000001.tokens"
     os.truncate(shard, size)
     with pytest.raises(
-        DataError, match=rf"00000001.tokens: {size} bytes where .* has 128; .*verify"
+        DataError, match=rf"00000001.tokens: {size} bytes, but 128 in the manifest; .*verify"
     ):
         make_reader(tmp_path, 10).read(np.arange(19))
 

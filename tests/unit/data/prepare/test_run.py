@@ -170,7 +170,7 @@ def test_other_sources_are_refused_by_name(corpus: pathlib.Path, tmp_path: pathl
 def test_a_place_that_cannot_be_written_is_named(
     corpus: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"--out .*a\.jsonl: a file is in the way"):
+    with pytest.raises(UsageError, match=r"--out .*a\.jsonl is a file"):
         prepare(config_of(corpus, corpus / "a.jsonl"))
     with pytest.raises(DataError, match=r"/proc/nowhere/tokenizer\.json: cannot be written"):
         prepare(config_of(corpus, "/proc/nowhere"))

@@ -51,7 +51,7 @@ def test_a_sample_comes_from_everywhere(
 
 
 def test_what_cannot_be_trained_on_is_named(config: TokenizerConfig) -> None:
-    with pytest.raises(DataError, match=r"corpus: no document to train on; --field"):
+    with pytest.raises(DataError, match=r"corpus: no documents to train on; check --field"):
         train_tokenizer(dataclasses.replace(config, field="body"))
     assert not pathlib.Path(config.out).exists()
     with pytest.raises(UsageError, match="is a directory"):

@@ -72,14 +72,14 @@ def test_gaps_repeats_and_other_tokens_are_found() -> None:
     rows = [make_row(step, step * 4, 4) for step in range(10)]
     findings = check_audit(rows[1:3] + rows[4:] + [rows[6]], digest_of)
     assert list(map(str, findings)) == [
-        "samples 0 to 3 were never trained on; they lie between the steps 1",
-        "samples 12 to 15 were never trained on; they lie between the steps 2, 4",
+        "samples 0 to 3 were never trained on; they are between the steps 1",
+        "samples 12 to 15 were never trained on; they are between the steps 2, 4",
         "samples 24 to 27 were trained on more than once, in the steps 6",
     ]
     damaged = AuditRow(step=3, first_sample=12, num_samples=4, digest="0" * 16)
     findings = check_audit([*rows[:3], damaged, *rows[4:]], digest_of)
     assert list(map(str, findings)) == [
-        "samples 12 to 15 were other tokens than the dataset has; step 3"
+        "samples 12 to 15 do not match the tokens in the dataset; step 3"
     ]
     assert check_audit([*rows[:3], damaged, *rows[4:]]) == []
 

@@ -39,7 +39,7 @@ def test_a_file_that_is_named_is_read_as_text(tmp_path: pathlib.Path) -> None:
     ("name", "message"),
     [
         ("missing.txt", "no such file"),
-        ("s3://bucket/x", "copy it"),
+        ("s3://bucket/x", "download it"),
         ("pipe", "neither a file nor a directory"),
         ("a.parquet.gz", "decompress"),
         ("b.bin", r"name .*b\.idx"),

@@ -61,7 +61,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: pathlib.Path)
     assert not list(out.iterdir())
     write_model(out, {"config.json": {}}, SIZES, _read)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write_model(out, {"config.json": {}}, SIZES, _read)
 
 
@@ -77,7 +77,7 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: pathlib.Path) -> N
     with pytest.raises(UsageError, match="pickled weights are not read"):
         read_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"?" * 20)
-    with pytest.raises(UsageError, match=r"model\.safetensors: not intact"):
+    with pytest.raises(UsageError, match=r"model\.safetensors: damaged"):
         read_weights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UsageError, match="not an index of weights"):

@@ -68,7 +68,7 @@ def test_a_rank_that_met_an_overtaken_attempt_leaves_it(agent: Store) -> None:
     """The first rank of the older attempt still waits; one of the newer one meets it."""
 
     def overtaken() -> None:
-        with pytest.raises(rendezvous.RendezvousError, match="rank 2 did not come"):
+        with pytest.raises(rendezvous.RendezvousError, match="rank 2 did not connect"):
             rendezvous.attempt_store(_placement(agent, 0, 3), datetime.timedelta(seconds=2))
 
     with ThreadPoolExecutor(1) as threads:
@@ -89,7 +89,9 @@ def test_a_port_that_another_program_has_by_now_is_passed_over(agent: Store) -> 
 
 def test_who_is_missing_is_said(agent: Store) -> None:
     short = datetime.timedelta(seconds=0.3)
-    with pytest.raises(rendezvous.RendezvousError, match=r"rank 1, 2 did not come to 127\.0\.0\.1"):
+    with pytest.raises(
+        rendezvous.RendezvousError, match=r"rank 1, 2 did not connect to 127\.0\.0\.1"
+    ):
         rendezvous.attempt_store(_placement(agent, 0, 3), short)
     with pytest.raises(rendezvous.RendezvousError, match="no store of rank 0 answers after"):
         rendezvous.attempt_store(_placement(agent, 1, 2), short)

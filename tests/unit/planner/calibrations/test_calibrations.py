@@ -148,7 +148,7 @@ def test_intervals_widen_by_half_for_every_doubling_and_say_so() -> None:
     _, wider = calibration.interval(*_layouts(4))
     assert np.log(wider[0]) == pytest.approx(2 * np.log(high[0]))
     (said,) = calibration.outside(*_layouts(4))
-    assert said == "devices outside of 8 to 64, which rows cover"
+    assert said == "devices outside of 8 to 64, the range of the measured runs"
     assert features(*_layouts(4))["devices"] == [256]
 
 

@@ -133,9 +133,9 @@ def test_impossible_tiers_are_refused() -> None:
         Tiers((HOST,))
     with pytest.raises(UsageError, match="last tier"):
         Tiers(())
-    with pytest.raises(UsageError, match="'pod' holds 60 devices"):
+    with pytest.raises(UsageError, match="'pod' has 60 devices"):
         Tiers((HOST, dataclasses.replace(POD, num_devices=60), ALL))
-    with pytest.raises(UsageError, match="'pod' holds None"):
+    with pytest.raises(UsageError, match="'pod' has None"):
         Tiers((HOST, dataclasses.replace(POD, num_devices=None), ALL))
     with pytest.raises(UsageError, match="positive bandwidth"):
         dataclasses.replace(HOST, bytes_per_s=0.0)

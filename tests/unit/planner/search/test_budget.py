@@ -32,7 +32,7 @@ def test_the_smallest_and_the_cheapest_make_the_deadline() -> None:
 
 
 def test_a_deadline_that_nothing_makes_is_told_with_the_fastest() -> None:
-    with pytest.raises(UsageError, match=r"the fastest of \d+ numbers of devices"):
+    with pytest.raises(UsageError, match=r"the fastest of \d+ that were tried"):
         plan_budget(ASKED, COSTS, flops=1e24, deadline_days=0.5, peak_flops=PEAK)
 
 

@@ -41,7 +41,7 @@ def test_json_lines_hold_everything(
     ("arguments", "said"),
     [
         ([*SEARCH, "--compare", "tq=8"], "unknown field 'tq'; known: dp"),
-        ([*SEARCH, "--context", "1000"], "give a whole number of them, such as"),
+        ([*SEARCH, "--context", "1000"], "give a multiple of the context length, such as"),
         ([*SEARCH, "--memory", "1GB"], "would help"),
         ([*SEARCH, "--devices", "0"], "must be at least 1"),
         ([*SEARCH, "--device", "h100"], "did you mean 'h100-sxm'"),

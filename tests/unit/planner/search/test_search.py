@@ -79,12 +79,12 @@ def test_terms_and_memory_add_up() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_is_missing() -> None:
-    with pytest.raises(NoLayoutError, match=r"none of .* fits: the smallest .* holds .* would"):
+    with pytest.raises(NoLayoutError, match=r"none of .* fits: the smallest .* needs .* would"):
         search(question(memory_bytes=1000.0), COSTS)
 
 
 def test_what_does_not_divide_is_told() -> None:
-    with pytest.raises(NoLayoutError, match="6 devices would divide them; take so many, or"):
+    with pytest.raises(NoLayoutError, match="6 devices would divide them; use that many, or"):
         search(question(num_devices=7, devices_per_host=1), COSTS)
     with pytest.raises(NoLayoutError, match=r"with tp=3,recompute=full divides .*; give a batch"):
         search(question(fixed={"tensor": 3, "checkpointing": 2}), COSTS)

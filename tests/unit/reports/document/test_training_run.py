@@ -89,9 +89,9 @@ def test_a_run_may_be_going_on_and_have_nothing_but_steps(tmp_path: pathlib.Path
 
 
 def test_what_is_no_run_is_said(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match=r"no run of paceline train, without config\.toml"):
+    with pytest.raises(UsageError, match=r"not the directory of a run: no config\.toml"):
         read_run(tmp_path)
     directory = _write(tmp_path / "run", [started()])
     (directory / "expectation.json").write_text("[]")
-    with pytest.raises(RecordError, match=r"expectation\.json: not what a run writes there"):
+    with pytest.raises(RecordError, match=r"expectation\.json: not a valid file of a run"):
         read_run(directory)

@@ -26,7 +26,7 @@ def test_a_damaged_place(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     file = tmp_path / "step-00000020" / "rank-00000-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert "saved by rank 0, has other bytes than when it was saved" in capsys.readouterr().out
+    assert "saved by rank 0, is corrupted" in capsys.readouterr().out
     file.unlink()
     assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -66,7 +66,7 @@ def test_full_at_every_write(small_disk: pathlib.Path, asynchronous: bool) -> No
             break
         num_failures += 1
         assert "No space left on device, so this checkpoint was not saved" in message
-        assert "make room" in message
+        assert "free disk space" in message
         named.add(message.partition("rank 0: ")[2].partition(": No space")[0])
         assert [path.name for path in place.iterdir()] == ["step-00000001"]
         other = SmallRun(seed=5)
@@ -102,7 +102,9 @@ def test_a_failing_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
             synchronise(descriptor)
 
         monkeypatch.setattr("os.fsync", fail)
-        with pytest.raises(CheckpointError, match=r"step-00000002.*Input/output error.*disk fails"):
+        with pytest.raises(
+            CheckpointError, match=r"step-00000002.*Input/output error.*disk is failing"
+        ):
             _save(tmp_path, SmallRun(), 2, asynchronous=False)
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     monkeypatch.undo()
@@ -121,9 +123,13 @@ def test_a_disk_that_cannot_be_listed(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(pathlib.Path, failing, fail)
-    with pytest.raises(CheckpointError, match=r"Input/output error, so it is not known which"):
+    with pytest.raises(
+        CheckpointError, match=r"Input/output error, so its checkpoints cannot be listed"
+    ):
         SmallRun().load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"Input/output error, so it is not known which"):
+    with pytest.raises(
+        CheckpointError, match=r"Input/output error, so its checkpoints cannot be listed"
+    ):
         _save(tmp_path, SmallRun(), 2, asynchronous=False)
     monkeypatch.undo()
     assert SmallRun().load(tmp_path).step == 1  # type: ignore[union-attr]

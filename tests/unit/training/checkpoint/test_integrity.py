@@ -126,7 +126,7 @@ def test_a_tensor_and_the_rank_that_saved_it_are_named(pair: Pair) -> None:
     assert restored is not None
     assert re.search(
         rf"rank 0: .*{NEW_NAME}/rank-00000-00000.safetensors: tensor '[\w.]+', saved by rank 0, "
-        r"has other bytes than when it was saved, between \d+ and \d+",
+        r"is corrupted: bytes \d+ to \d+ do not match their digest",
         restored.passed_over[0].message,
     )
     aside = [path.name for path in pair.place.iterdir() if ".damaged-" in path.name]
@@ -167,7 +167,7 @@ def test_a_manifest_of_a_later_version_is_refused_and_stays(pair: Pair) -> None:
     from paceline.training.checkpoint.format.manifest import _seal
 
     (pair.place / NEW_NAME / "manifest.json").write_bytes(_seal(b'{"schema":99}'))
-    with pytest.raises(CheckpointError, match="schema 99, this version of Paceline reads 1"):
+    with pytest.raises(CheckpointError, match="schema 99, but this version of Paceline reads 1"):
         pair.run.load(pair.place)
     assert (pair.place / NEW_NAME).is_dir()
     pair.restore()

@@ -46,12 +46,12 @@ def test_memory_of_a_run_that_is_gone_is_swept(tmp_path: pathlib.Path) -> None:
 def test_memory_that_others_could_have_written_to_is_refused(tmp_path: pathlib.Path) -> None:
     place = _open(tmp_path, tmp_path / "run")
     place.directory.chmod(0o755)
-    with pytest.raises(CheckpointError, match="others may open it"):
+    with pytest.raises(CheckpointError, match="other users can open it"):
         _open(tmp_path, tmp_path / "run")
     place.remove_all()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="others may open it"):
+    with pytest.raises(CheckpointError, match="other users can open it"):
         _open(tmp_path, tmp_path / "run")
 
 

@@ -58,7 +58,7 @@ def test_failed_saves_leave_the_one_before(tmp_path: pathlib.Path) -> None:
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, run.state(), None)
         checkpointer.save(2, {"bad": {1}}, None)  # It fails on the thread.
-        with pytest.raises(CheckpointError, match=r"step 2: rank 0: bad: a checkpoint holds"):
+        with pytest.raises(CheckpointError, match=r"step 2: rank 0: bad: a checkpoint can contain"):
             checkpointer.wait()
         assert not checkpointer.failed
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

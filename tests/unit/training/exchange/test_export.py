@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     file.write_bytes(content)
     out = tmp_path / "out"
     assert main(["checkpoint", "export", str(tmp_path / "run"), "--out", str(out)]) == 1
-    assert "has other bytes than when it was saved" in capsys.readouterr().err
+    assert "is corrupted" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -124,9 +124,9 @@ def test_what_cannot_be_exported_or_imported_is_said(
     message = error("export", str(tmp_path / "run"), *out, "--step", "30")
     assert "no checkpoint of step 30" in message
     save_steps(tmp_path / "other", [10])
-    assert "does not say which model" in error("export", str(tmp_path / "other"), *out)
+    assert "does not record its model" in error("export", str(tmp_path / "other"), *out)
     assert "config.json: no such file" in error("import", str(tmp_path / "run"), *out)
-    assert "is there already" in error("import", str(tmp_path), "--out", str(tmp_path / "run"))
+    assert "already exists" in error("import", str(tmp_path), "--out", str(tmp_path / "run"))
 
 
 def test_checkpoints_without_a_tokenizer_are_exported_without(

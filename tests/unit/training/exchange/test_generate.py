@@ -61,7 +61,7 @@ def test_what_cannot_be_continued_is_said(
     save_run(tmp_path / "run")
     run = str(tmp_path / "run")
     long = "x" * SHAPE.max_context_length
-    assert "leaves no room" in error(run, "--prompt", long)
+    assert "fills the model's context" in error(run, "--prompt", long)
     assert "no complete checkpoint" in error(str(tmp_path / "nowhere"))
     assert "--tokens 0" in error(run, "--tokens", "0")
     (tmp_path / "run" / "tokenizer.json").unlink()

@@ -46,9 +46,9 @@ def test_who_fails_is_named_once_and_the_others_go_on() -> None:
     observers.close()
     observers.close()
     assert lines == [
-        "paceline: _Fragile failed at step 2 and is told nothing any more; training goes on: disk "
+        "paceline: _Fragile failed at step 2 and gets no more metrics; training continues: disk "
         "full\n",
-        "paceline: _Fragile failed at the end and is told nothing any more; training goes on: "
+        "paceline: _Fragile failed at the end and gets no more metrics; training continues: "
         "RuntimeError\n",
     ]
 

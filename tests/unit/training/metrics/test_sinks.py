@@ -110,4 +110,4 @@ def test_training_goes_on_when_a_tracker_dies(
         observers.note(step_row(step))
     observers.close()
     assert len(lines) == 1
-    assert lines[0].startswith("paceline: MlflowSink failed at step 2 and is told nothing any more")
+    assert lines[0].startswith("paceline: MlflowSink failed at step 2 and gets no more metrics")

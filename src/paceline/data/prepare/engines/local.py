@@ -85,8 +85,8 @@ class LocalEngine:
         if num_deaths > MOST_DEATHS:
             how = signal.Signals(-return_code).name if return_code < 0 else f"code {return_code}"
             raise DataError(
-                f"{label}: the worker died {num_deaths} times over it, at last by {how}; SIGKILL "
-                "is the kernel's answer to a lack of memory: try fewer --workers"
+                f"{label}: the worker died {num_deaths} times on this task, the last time by "
+                f"{how}; the kernel sends SIGKILL when memory runs out: try fewer --workers"
             )
 
 

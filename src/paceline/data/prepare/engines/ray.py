@@ -73,7 +73,7 @@ class RayEngine:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except exceptions.RayError as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise DataError(f"{label}: lost by Ray: {first_line}") from error
+            raise DataError(f"{label}: Ray lost this task: {first_line}") from error
 
 
 def _require_answer(address: str | None) -> None:

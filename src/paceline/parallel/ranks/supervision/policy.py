@@ -28,7 +28,7 @@ class Failure:
     def __str__(self) -> str:
         where = f"in {self.phase} after step {self.step:,}" if self.step else f"in {self.phase}"
         if self.hung_s is not None:
-            return f"rank {self.rank} gave no sign of life for {self.hung_s:.0f} s, {where}"
+            return f"rank {self.rank} sent no heartbeat for {self.hung_s:.0f} s, {where}"
         return f"rank {self.rank} ended with exit code {self.exit_code}, {where}"
 
 
@@ -65,14 +65,16 @@ class RestartPolicy:
             failure: Of the attempt that has just ended.
         """
         if failure.is_final or failure.exit_code == UsageError.exit_code:
-            return Verdict(restart=False, why="starting again would not help")
+            return Verdict(restart=False, why="a restart would not help")
         self._num_same = self._num_same + 1 if failure.step == self._last_step else 1
         self._last_step = failure.step
         if self._num_same >= _SAME_STEP:
             where = f"step {failure.step + 1:,}" if failure.step else "its first step"
-            return Verdict(restart=False, why=f"{_SAME_STEP} times in a row before {where} is done")
+            return Verdict(
+                restart=False, why=f"failed {_SAME_STEP} times in a row before {where} was done"
+            )
         if self._num_restarts >= self._max_restarts:
-            return Verdict(restart=False, why=f"after {self._num_restarts} restarts")
+            return Verdict(restart=False, why=f"given up after {self._num_restarts} restarts")
         self._num_restarts += 1
         pause_s = 0.0
         if self._num_same > 1:

@@ -23,7 +23,7 @@ def plot_chaos(records: Sequence[Record]) -> Figure:
     """Draws the newest of the runs: steps against seconds, faults as spans until the next step."""
     runs = [record for record in records if record.kind == "chaos_run"]
     if not runs:
-        raise UsageError("nothing to draw: no run under chaos is among the records")
+        raise UsageError("nothing to draw: the records have no run under chaos")
     run = runs[-1]
     figure = blank_figure("A run under chaos", (9.6, 4.4))
     axes = figure.subplots()

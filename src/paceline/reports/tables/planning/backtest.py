@@ -33,7 +33,7 @@ def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Ta
             *((*key, *_summary(group)) for key, group in groups.items()),
             ("all", "", "", *_summary(held_out[:counted])),
         ),
-        caption="Each case is predicted from a calibration and by what all other cases teach",
+        caption="Each case is predicted from a calibration and corrected by all other cases",
         notes=(summary_text(held_out[:counted]), *_harder_summaries(held_out[:counted])),
     )
 

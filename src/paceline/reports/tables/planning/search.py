@@ -81,15 +81,17 @@ def _alike_note(alike: int, found: Sequence[Choice]) -> tuple[str, ...]:
 def _outside_note(best: Choice) -> tuple[str, ...]:
     if not best.outside:
         return ()
-    reached = "; ".join(each.removesuffix(", which rows cover") for each in best.outside)
-    return (f"The interval is wider because no measured run is like it: {reached}.",)
+    reached = "; ".join(
+        each.removesuffix(", the range of the measured runs") for each in best.outside
+    )
+    return (f"The interval is wider because no measured run is similar: {reached}.",)
 
 
 def _idle_note(result: SearchResult) -> tuple[str, ...]:
     idle = result.question.num_devices - result.best.devices
     if not idle:
         return ()
-    return (f"The first uses {result.best.devices:,} devices; {idle:,} stand by as spares.",)
+    return (f"The first uses {result.best.devices:,} devices; {idle:,} are left as spares.",)
 
 
 def comparison_table(comparison: Comparison) -> Table:

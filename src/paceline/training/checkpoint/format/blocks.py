@@ -36,8 +36,8 @@ def read_block(
     content = read_bytes(storage, file.name, start, end)
     if blake3.blake3(content).hexdigest() != chunk.blake3[block]:
         raise DamagedCheckpointError(
-            f"{storage.url}/{file.name}: tensor {name!r}, saved by rank {file.rank}, has other "
-            f"bytes than when it was saved, between {start} and {end}; {REMEDY}"
+            f"{storage.url}/{file.name}: tensor {name!r}, saved by rank {file.rank}, is "
+            f"corrupted: bytes {start} to {end} do not match their digest; {REMEDY}"
         )
     return content
 
@@ -55,8 +55,8 @@ def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> Non
     header = read_bytes(storage, file.name, 0, file.header_bytes)
     if blake3.blake3(header).hexdigest() != file.header_blake3:
         raise DamagedCheckpointError(
-            f"{storage.url}/{file.name}: the header, saved by rank {file.rank}, has other bytes "
-            f"than when it was saved; {REMEDY}"
+            f"{storage.url}/{file.name}: the header, saved by rank {file.rank}, is corrupted: it "
+            f"does not match its digest; {REMEDY}"
         )
 
 

@@ -106,13 +106,13 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
         body = bytes(msgspec.json.decode(content, type=_Envelope).manifest)
         if _seal(body) != content:
             raise DamagedCheckpointError(
-                f"{where}: has other bytes than when it was saved; {REMEDY}"
+                f"{where}: is corrupted: it does not match its digest; {REMEDY}"
             )
         schema = msgspec.json.decode(body).get("schema")
         if schema != SCHEMA:
             raise CheckpointError(
-                f"{where}: schema {schema}, this version of Paceline reads {SCHEMA}; load it with "
-                "the version that saved it"
+                f"{where}: schema {schema}, but this version of Paceline reads {SCHEMA}; load it "
+                "with the version that saved it"
             )
         return msgspec.json.decode(body, type=Manifest)
     except (*UNDECODABLE, AttributeError) as error:

@@ -72,7 +72,8 @@ def load_newest_held(
                 Finding(
                     name="incomplete",
                     message=f"step {manifest.step}: {len(missing)} of {len(manifest.files)} files "
-                    f"are in no host's memory, such as {missing[0].name} of rank {missing[0].rank}",
+                    f"are not in the memory of any host, such as {missing[0].name} of rank "
+                    f"{missing[0].rank}",
                 )
             )
             continue

@@ -33,7 +33,7 @@ class MemoryTier:
         try:
             self._checkpointer = MemoryCheckpointer(root, checkpoints)
         except CheckpointError as error:
-            self.notices.append(f"nothing is kept in memory: {error}")
+            self.notices.append(f"checkpoints in memory are off: {error}")
 
     def save(
         self, step: int, state: dict[str, Any], identity: Json, of_rank: Json, on_disk: int
@@ -54,7 +54,7 @@ class MemoryTier:
             self._has_failed = False
         except CheckpointError as error:  # Of the save before.
             if not self._has_failed:
-                self.notices.append(f"not kept in memory, training goes on: {error}")
+                self.notices.append(f"checkpoint not saved in memory, training continues: {error}")
             self._has_failed = True
         self._checkpointer.save(step, state, identity, {**of_rank, _ON_DISK: on_disk})
 
@@ -81,8 +81,9 @@ class MemoryTier:
             self.notices.append(f"step {step} was restored from memory{others}")
         elif on_disk < 0 and any(finding.name == "damaged" for finding in found.findings):
             raise CheckpointError(
-                f"the state in memory is damaged and there is none on disk: "
-                f"{found.findings[0].message}; it was removed: start the run again to begin anew"
+                "the checkpoint in memory is corrupted and there is none on disk: "
+                f"{found.findings[0].message}; it was removed: run the same command again to "
+                "start from the beginning"
             )
         return found.restored
 
@@ -106,5 +107,5 @@ def _is_wanted(manifest: Manifest, on_disk: int) -> str:
         return f"step {on_disk} on disk is newer"
     saved_beside = json.loads(bytes(manifest.ranks[0]))[_ON_DISK]
     if saved_beside > on_disk:
-        return f"step {saved_beside}, which was on disk beside it, was removed"
+        return f"step {saved_beside}, which was on disk when it was saved, was removed"
     return ""

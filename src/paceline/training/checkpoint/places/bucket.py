@@ -45,8 +45,8 @@ class BucketPlace:
         """Refuses a step that is there."""
         if step in self.steps():
             raise CheckpointError(
-                f"{self.url}/{step_name(step)} is there already, and checkpoints are never written "
-                "again; remove it, or name another place"
+                f"{self.url}/{step_name(step)} already exists, and checkpoints are never "
+                "overwritten; remove it, or name another place"
             )
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
@@ -68,7 +68,7 @@ class BucketPlace:
         if not self._storage.create(f"{step_name(step)}/{MANIFEST}", manifest):
             raise CheckpointError(
                 f"{self.url}/{step_name(step)}/{MANIFEST}: another run has saved this step here; "
-                "name a prefix of its own for each run"
+                "give each run its own prefix"
             )
 
     def abandon(self, step: int, save_id: str) -> None:

@@ -65,8 +65,8 @@ class DirectoryPlace:
         with _write_errors(path):
             if self._published(step).exists():
                 raise CheckpointError(
-                    f"{self._published(step)} is there already, and checkpoints are never written "
-                    "again; remove it, or name another place"
+                    f"{self._published(step)} already exists, and checkpoints are never "
+                    "overwritten; remove it, or name another place"
                 )
             path.mkdir(parents=True)
             self._lock(path)

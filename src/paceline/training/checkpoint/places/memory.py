@@ -161,7 +161,7 @@ def _require_private(directory: pathlib.Path) -> None:
     is_own = directory.is_dir() and not directory.is_symlink() and found.st_uid == os.geteuid()
     if not is_own or found.st_mode & 0o077:
         raise CheckpointError(
-            f"{directory}: belongs to another user, or others may open it; remove it, or set "
+            f"{directory}: belongs to another user, or other users can open it; remove it, or set "
             "checkpoint.memory_directory to a tmpfs of your own"
         )
 

@@ -65,12 +65,12 @@ def identity_of(checkpoint: Checkpoint) -> RunIdentity:
         identity = msgspec.json.decode(checkpoint.manifest.identity, type=RunIdentity)
     except UNDECODABLE as error:
         raise CheckpointError(
-            f"{checkpoint.storage.url}: does not say which model it is of: {error}; only "
-            "checkpoints of paceline train do, from this version on"
+            f"{checkpoint.storage.url}: does not record its model: {error}; only checkpoints of "
+            "paceline train do, from this version on"
         ) from error
     if identity.shape is None and identity.hugging_face is None:
         raise CheckpointError(
-            f"{checkpoint.storage.url}: does not say which model it is of; only checkpoints of "
-            "paceline train do"
+            f"{checkpoint.storage.url}: does not record its model; only checkpoints of paceline "
+            "train do"
         )
     return identity

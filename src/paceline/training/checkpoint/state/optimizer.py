@@ -132,7 +132,7 @@ def _saved(parameter: nn.Parameter, name: str, key: str, value: Any) -> Any:
             raise CheckpointError(
                 f"{name}: the optimizer keeps {key!r} of shape {tuple(value.shape)} for this "
                 f"sharded parameter of shape {tuple(parameter.shape)}, which cannot be saved for "
-                "any number of ranks; use an optimizer that treats each element by itself"
+                "other numbers of ranks; use an elementwise optimizer such as AdamW"
             )
         return value
     if isinstance(value, DTensor) and _has_columns(value):
@@ -200,8 +200,8 @@ def _range(parameter: Tensor, name: str) -> tuple[int, int]:
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if chunk.sizes[1:] != parameter.shape[1:]:
         raise CheckpointError(
-            f"{name}: is sharded as {parameter.placements}; only rows of parameters can be saved "
-            "for any number of ranks"
+            f"{name}: is sharded as {parameter.placements}; only parameters sharded by rows can "
+            "be saved for other numbers of ranks"
         )
     row = math.prod(parameter.shape[1:]) * (1 + parameter.is_complex())
     return (chunk.offsets[0] * row if parameter.dim() else 0), num_reals(parameter)
@@ -211,6 +211,6 @@ def _require_supported(optimizer: Optimizer) -> None:
     # By name: importing it would be a sixth of all that a rank imports.
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise CheckpointError(
-            "torch's ZeroRedundancyOptimizer keeps its state where no checkpoint can find it; use "
-            "the strategy 'sharded_optimizer'"
+            "torch's ZeroRedundancyOptimizer keeps its state where a checkpoint cannot reach it; "
+            "use the strategy 'sharded_optimizer'"
         )

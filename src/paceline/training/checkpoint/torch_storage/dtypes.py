@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
     """
     if dtype not in _NAMES:
         raise CheckpointError(
-            f"{tensor_name}: safetensors cannot hold {dtype}; convert the tensor before it is saved"
+            f"{tensor_name}: safetensors does not support {dtype}; convert the tensor before saving"
         )
     return _NAMES[dtype]
 

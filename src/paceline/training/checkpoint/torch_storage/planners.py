@@ -48,8 +48,8 @@ def encode_json(value: Any, name: str) -> bytes:
         is_kept = False
     if not is_kept:
         raise CheckpointError(
-            f"{name}: a checkpoint holds tensors and what JSON can hold, not {_brief(value)}; "
-            "convert it before it is saved"
+            f"{name}: a checkpoint can contain tensors and JSON values, not {_brief(value)}; "
+            "convert it before saving"
         )
     return text.encode()
 

@@ -222,8 +222,8 @@ class CheckpointWriter(StorageWriter):
         for file in files:
             if sizes.get(file.name) != file.num_bytes:
                 raise CheckpointError(
-                    f"{place.url}: {file.name}, written by rank {file.rank}, is not there for the "
-                    "first rank; name a directory that all hosts share, or s3://bucket/prefix"
+                    f"{place.url}: the first rank cannot see {file.name}, written by rank "
+                    f"{file.rank}; name a directory that all hosts share, or s3://bucket/prefix"
                 )
 
     def _manifest(self, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:

@@ -28,8 +28,8 @@ def require_sinks(names: Sequence[SinkName]) -> None:
         # A directory of that name, such as W&B makes, passes for a package without an origin.
         if found is None or found.origin is None:
             raise UsageError(
-                f"logging.sinks has {name}, which is not installed; "
-                f"`pip install 'paceline[{name}]'`, or take it out"
+                f"logging.sinks has {name}, which is not installed; `pip install "
+                f"'paceline[{name}]'`, or remove it"
             )
 
 

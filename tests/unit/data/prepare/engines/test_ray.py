@@ -55,7 +55,7 @@ def test_tasks_run_on_the_nodes_and_outlive_their_workers(
     assert sorted(engine.run(die_at_first, tasks)) == [(number, number) for number in range(6)]
     with pytest.raises(DataError, match="task 5: refused"):
         list(engine.run(refuse, [Task(5)]))
-    with pytest.raises(DataError, match="task 7: lost by Ray"):
+    with pytest.raises(DataError, match="task 7: Ray lost this task"):
         list(engine.run(die_at_first, [Task(7, str(tmp_path), 9)]))
 
 

@@ -19,7 +19,7 @@ def test_a_run_that_makes_progress_is_restarted_at_once() -> None:
         assert verdict.why == f"restart {number} of at most 60"
     verdict = policy.judge(_failure(step=900))
     assert not verdict.restart
-    assert verdict.why == "after 60 restarts"
+    assert verdict.why == "given up after 60 restarts"
 
 
 def test_one_step_that_fails_again_and_again_ends_the_run() -> None:
@@ -28,7 +28,7 @@ def test_one_step_that_fails_again_and_again_ends_the_run() -> None:
     assert policy.judge(_failure(step=7)).pause_s == 1
     verdict = policy.judge(_failure(step=7))
     assert not verdict.restart
-    assert verdict.why == "3 times in a row before step 8 is done"
+    assert verdict.why == "failed 3 times in a row before step 8 was done"
 
 
 def test_progress_between_failures_begins_the_count_anew() -> None:
@@ -40,7 +40,7 @@ def test_what_fails_before_its_first_step_is_given_up_as_well() -> None:
     policy = RestartPolicy(60)
     verdicts = [policy.judge(_failure(step=0)) for _ in range(3)]
     assert [verdict.restart for verdict in verdicts] == [True, True, False]
-    assert verdicts[-1].why == "3 times in a row before its first step is done"
+    assert verdicts[-1].why == "failed 3 times in a row before its first step was done"
 
 
 @pytest.mark.parametrize("failure", [_failure(3, 1, is_final=True), _failure(3, 2)])
@@ -51,7 +51,7 @@ def test_what_would_end_in_the_same_way_is_not_restarted(failure: Failure) -> No
 def test_a_failure_says_who_when_and_how() -> None:
     assert str(_failure(1234)) == "rank 1 ended with exit code 137, in forward after step 1,234"
     assert str(_failure(0, 1)) == "rank 1 ended with exit code 1, in forward"
-    hung = "rank 1 gave no sign of life for 61 s, in forward after step 3"
+    hung = "rank 1 sent no heartbeat for 61 s, in forward after step 3"
     assert str(_failure(3, hung_s=61.2)) == hung
 
 
