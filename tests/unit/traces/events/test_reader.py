@@ -95,8 +95,14 @@ def test_an_event_may_be_cut_off_at_any_byte(tmp_path: pathlib.Path) -> None:
         (b'{"traceEvents": [{"x": ' + b"[" * 200_000, "byte 17: .* nested too deeply"),
         (b'{"traceEvents": [{"pid": ' + b"9" * 5000 + b"}]}", "byte 17: .*out of range"),
         (b'{"traceEvents": [{"ts": 1e999}]}', "byte 17: .*out of range"),
-        (b'{"traceEvents": [{"ph":"X","cat":"cpu_op","name":"n","ts":1e300}]}', "which is impossible"),
-        (b'{"traceEvents": [{"ph":"X","cat":"cpu_op","name":"n","dur":-1}]}', "which is impossible"),
+        (
+            b'{"traceEvents": [{"ph":"X","cat":"cpu_op","name":"n","ts":1e300}]}',
+            "which is impossible",
+        ),
+        (
+            b'{"traceEvents": [{"ph":"X","cat":"cpu_op","name":"n","dur":-1}]}',
+            "which is impossible",
+        ),
         (b'{"traceEvents": [{"name": "' + b"a" * (MAX_EVENT_BYTES + 2**21), "byte 17: an event of"),
         (b"\x1f\x8b not compressed", "not a gzip file|Unknown compression|Error"),
     ],
