@@ -1,10 +1,10 @@
-"""What people do instead of a loop, with the FLOPs of one: its sweep and its final run together.
+"""Trains alternatives to a loop with its budget, the FLOPs of its final run.
 
 python scripts/loop_baselines.py loops/seed-0 --config run.toml --work baselines --store out.jsonl
 
 A random search spreads the FLOPs over eight runs of random size and learning rate. The rule of
-thumb spends all of them on one model with 20 tokens per parameter, at a learning rate of 1e-3. An
-interrupted comparison goes on.
+thumb spends all of them on one model with 20 tokens per parameter, at a learning rate of 1e-3.
+Writes one row per run to the store. The same command resumes an interrupted comparison.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from paceline.workflows.sweep.task import RunTask
 RANDOM, RULE = "random", "rule"
 _NUM_RANDOM = 8
 _SIZES = 10.0
-"""Random sizes reach from the rule of thumb's by this factor, both ways."""
+"""Random sizes differ from the rule of thumb's by up to this factor, in both directions."""
 _RATES = 3e-4, 3e-2
 _USUAL_RATE = 1e-3
 _AT_ONCE = 2
 
 
 def main() -> None:
-    """Makes the runs that are missing, and writes a row for each."""
+    """Trains the missing runs, and writes a row for every run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("loop", type=pathlib.Path, help="directory of a loop that has ended")
     parser.add_argument("--config", type=pathlib.Path, required=True)
@@ -45,8 +45,8 @@ def main() -> None:
     if outcome is None:
         parser.error(f"{arguments.loop} has not ended")
     question = loop.question().sweep
-    flops = outcome.sweep_flops + outcome.run_flops
-    # The longest run first, so that no core waits for it in the end.
+    flops = outcome.run_flops
+    # Longest run first, so that no core idles at the end.
     runs = [_rule_run(question, flops), *_random_runs(question, flops / _NUM_RANDOM)]
     directory = SweepDirectory(arguments.work)
     state = directory.begin(question, read_config(arguments.config))
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _random_runs(question: Question, flops: float) -> list[PlannedRun]:
-    """Returns runs of random models and learning rates, both even in their logarithm."""
+    """Returns runs of random sizes and learning rates, both log-uniform."""
     generator = np.random.default_rng(question.seed)
     middle = rule_of_thumb_parameters(flops)
     runs: list[PlannedRun] = []
@@ -75,7 +75,7 @@ def _random_runs(question: Question, flops: float) -> list[PlannedRun]:
 
 
 def _rule_run(question: Question, flops: float) -> PlannedRun:
-    """Returns the model with 20 tokens per parameter."""
+    """Returns a run of the model with 20 tokens per parameter."""
     shape = find_shape(question, rule_of_thumb_parameters(flops))
     if shape is None:
         raise SystemExit(f"no model has 20 tokens per parameter with {flops:.3g} FLOPs")

@@ -1,8 +1,9 @@
-"""Goes round the loop once for every seed, and keeps what it decided, predicted and measured.
+"""Runs the loop once per seed, and keeps its decisions, predictions and measurements.
 
     python scripts/loop_study.py results/loop --config run.toml --work loops --seeds 0 1 2
 
-A loop that was interrupted goes on; one that has ended is only copied.
+An interrupted loop resumes; a finished one is only copied. Writes to seed-N below the given
+directory.
 """
 
 import argparse
@@ -25,7 +26,7 @@ KEPT = (
 
 
 def main() -> None:
-    """Makes every loop and copies its small files; of the first one its page as well."""
+    """Runs every loop and copies its small files, and the report page of the first loop."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--config", type=pathlib.Path, required=True)

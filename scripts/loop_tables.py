@@ -1,6 +1,6 @@
-"""Loops from a budget to a model: what was predicted and measured, from `results/loop`.
+"""Tables and figures of loops from a budget to a model, from `results/loop`.
 
-They come from `loop_study.py`.
+The files there come from `loop_study.py` and `loop_baselines.py`.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ FIRST = LOOPS / "seed-0"
 
 
 def loop_tables() -> dict[str, Table]:
-    """Returns what was predicted of every loop, and what came of it."""
+    """Returns the tables of predictions and measurements by name."""
     directory = LoopDirectory(FIRST)
     finals = [entry for each in _loops() for entry in _outcome(each).entries]
     return {
@@ -40,7 +40,7 @@ def _loops() -> list[LoopDirectory]:
 
 
 def _seeds_table() -> Table:
-    """Makes a row for every loop: its model, and how far each prediction was off."""
+    """Returns a table with a row per loop: its model and the error of each prediction."""
     rows = []
     for each in _loops():
         model, entries = each.model(), _outcome(each).entries
@@ -86,7 +86,7 @@ def draw_target() -> "Figure":
 
 
 def draw_errors() -> "Figure":
-    """Draws every prediction of the first loop, relative to what was measured."""
+    """Draws every prediction of the first loop, relative to its measurement."""
     return plot_errors(_outcome(LoopDirectory(FIRST)).entries)
 
 
