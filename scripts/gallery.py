@@ -1,4 +1,4 @@
-"""The gallery: every picture of the manual, where it is explained, and what made it."""
+"""Generates the gallery: every figure of the manual, its page and the command that made it."""
 
 import pathlib
 import re
@@ -6,26 +6,32 @@ from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
 _PICTURE = re.compile(r"!\[([^\]]*)\]\(images/([\w-]+)\.(?:png|svg)\)")
-_MADE_BY = re.compile(r"^\| `([\w/-]+?)(?:\.jsonl?|/)` \| (.*) \|$", re.MULTILINE)
+# The commands at the start of a cell; remarks about the measurement follow them.
+_MADE_BY = re.compile(
+    r"^\| `([\w/-]+?)(?:\.jsonl?|/)` \| (`[^`]*`(?:; `[^`]*`)*).* \|$", re.MULTILINE
+)
 
 
 def gallery(stores: Mapping[str, str]) -> str:
-    """Returns all pictures as a page, in the order of the manual's pages.
+    """Returns a page with all figures, in the order of the manual's pages.
+
+    A figure that several pages show is listed once, under the last of them.
 
     Args:
-        stores: The file or directory of results/ that each picture is drawn from. Of a picture
-            that is drawn from formulas alone there is none.
+        stores: The file or directory of results/ that each figure is drawn from. Figures drawn
+            from formulas alone have no entry.
     """
     listing = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     commands = dict(_MADE_BY.findall(listing))
     order = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    texts = {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in order}
+    last_page = {name: page for page in order for _, name in _PICTURE.findall(texts[page])}
     parts: list[str] = []
     for page in order:
-        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        found = _PICTURE.findall(text)
+        found = [each for each in _PICTURE.findall(texts[page]) if last_page[each[1]] == page]
         if not found:
             continue
-        title = text.partition("\n")[0].removeprefix("# ")
+        title = texts[page].partition("\n")[0].removeprefix("# ")
         parts.append(f"## [{title}]({page})\n")
         for words, name in found:
             made = "Drawn from formulas, without a measurement."
